@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Trains in an environment of its own, made on the first call: bash scripts/train.sh [CONFIG] [options of lockstep train]
+#
+# Without CONFIG it trains configs/digits_vit.toml, and then, unless told otherwise, into a run directory of its own
+# (runs/digits_vit, runs/digits_vit-2, …), so that the same command can be repeated. See scripts/environment.sh for the
+# variables that choose the Python and the extras.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+make_environment run
+if [[ $# -gt 0 && $1 != -* ]]; then
+    exec "$venv/bin/lockstep" train "$@"
+fi
+
+directory=runs/digits_vit
+for ((number = 2; ; number++)); do
+    [[ -e $directory ]] || break
+    directory=runs/digits_vit-$number
+done
+case " $* " in
+    *" --help "* | *" --run-dir"* | *" --resume "* | *" --overwrite "* | *run.name*) own=() ;;
+    *) own=(--run-dir "$directory") ;;
+esac
+exec "$venv/bin/lockstep" train "$root/configs/digits_vit.toml" "${own[@]}" "$@"

@@ -1,0 +1,101 @@
+"""Shares of devices, XLA flags, and where compiled programs are kept. Several processes: see test_launch.py."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer import runtime
+from trainer.config import Mesh
+from trainer.errors import SettingsRefused
+from trainer.placement import Placement
+
+
+@pytest.mark.parametrize(
+    ("user", "merged"),
+    [
+        ("", "--xla_a=1 --xla_b=2"),
+        ("--xla_c=3", "--xla_c=3 --xla_a=1 --xla_b=2"),
+        ("--xla_a=9", "--xla_a=9 --xla_b=2"),
+        ("  --xla_a   --xla_b=9", "  --xla_a   --xla_b=9"),
+        ("--xla_ab=9", "--xla_ab=9 --xla_a=1 --xla_b=2"),
+        ("/a/file/of/flags", "/a/file/of/flags"),
+    ],
+)
+def test_the_users_flags_are_kept_and_win(user, merged):
+    assert runtime.merge_flags(user, {"xla_a": "1", "xla_b": "2"}) == merged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "processes", "share"),
+    [(2, 4, 1, 8), (2, 4, 2, 4), (2, 3, 3, 2), (1, "auto", 1, 1), (2, "auto", 2, 1), (2, 4, 8, 1)],
+)
+def test_emulated_devices_are_shared_out_equally(nodes, per_node, processes, share):
+    assert runtime.cpu_share(Mesh(nodes=nodes, devices_per_node=per_node), processes) == share
+
+
+@pytest.mark.parametrize("processes", [4, 5, 7, 12])
+def test_a_share_that_is_not_whole_is_refused_with_the_numbers(processes):
+    with pytest.raises(SettingsRefused, match=rf"--processes {processes}: 2 x 3 devices.*: 1, 2, 3, 6$"):
+        runtime.cpu_share(Mesh(nodes=2, devices_per_node=3), processes)
+
+
+def test_gpus_are_shared_out_in_ranges():
+    auto, explicit = Mesh(), Mesh(nodes=2, devices_per_node=2)
+    assert runtime.gpu_share(8, auto, Placement(1, 2)) == [4, 5, 6, 7]
+    assert runtime.gpu_share(8, explicit, Placement(1, 2)) == [2, 3]
+    with pytest.raises(SettingsRefused, match="= 4, but this host has 3 GPUs"):
+        runtime.gpu_share(3, explicit, Placement(0, 2))
+    with pytest.raises(SettingsRefused, match="3 GPUs cannot be shared out equally between 2"):
+        runtime.gpu_share(3, auto, Placement(0, 2))
+    with pytest.raises(SettingsRefused, match="numbers that can: none"):
+        runtime.gpu_share(0, auto, Placement(0, 2))
+
+
+def test_visible_gpus_are_those_that_the_user_left_visible():
+    counts = [runtime.visible_gpus({"CUDA_VISIBLE_DEVICES": value}) for value in ("", "-1", "0", "2,5", "GPU-a,GPU-b,")]
+    assert counts == [0, 0, 1, 2, 2]
+
+
+def test_the_platform_is_the_settings_then_the_users():
+    assert runtime.uses_cpu(Mesh(platform="cpu"), {"JAX_PLATFORMS": "cuda"})
+    assert not runtime.uses_cpu(Mesh(platform="gpu"), {"JAX_PLATFORMS": "cpu"})
+    assert runtime.uses_cpu(Mesh(), {"JAX_PLATFORMS": "cpu"})
+    assert not runtime.uses_cpu(Mesh(), {"JAX_PLATFORMS": "cuda,cpu"})
+
+
+def test_a_gpu_that_is_demanded_and_missing_is_refused():
+    with pytest.raises(SettingsRefused, match=r'mesh.platform = "gpu".*only cpu devices'):
+        runtime.demand_gpu()
+
+
+def test_the_cache_is_where_the_user_says(tmp_path):
+    home = runtime.cache_directory({"HOME": "/h"})
+    assert home is not None
+    assert home.parent == Path("/h/.cache/lockstep/xla")
+    assert runtime.cache_directory({"HOME": "/h", "XDG_CACHE_HOME": "/c"}) == Path("/c/lockstep/xla", home.name)
+    assert re.fullmatch(r"[\w-]+-[0-9a-f]{8}", home.name)
+    assert runtime.cache_directory({"HOME": "/h", "LOCKSTEP_COMPILATION_CACHE": "off"}) is None
+    assert runtime.cache_directory({}) is None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("")
+    runtime.keep_compiled_programs(tmp_path / "file" / "cache")
+
+
+def test_proxies_are_hidden_only_for_the_handshake(monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://p")
+    monkeypatch.setenv("no_proxy", "x")
+    before = dict(os.environ)
+    with runtime.without_proxies():
+        assert not [name for name in os.environ if "proxy" in name.lower()]
+    assert dict(os.environ) == before
+
+
+def test_one_process_agrees_with_itself():
+    assert (runtime.rank(), runtime.num_processes()) == (0, 1)
+    assert runtime.agree("x", {"a": (1, None)}) == [{"a": [1, None]}]
+    runtime.barrier("x")
+    runtime.stop()

@@ -1,0 +1,119 @@
+"""The command line. Thin: each command reads settings, calls one function, and ends with its exit code."""
+
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer import config_file
+from trainer.config import Config
+from trainer.errors import LockstepError, SettingsRefused
+from trainer.launch import agent
+from trainer.launch.spec import Job
+from trainer.rundir import RunDir, default_run_dir
+from trainer.status import describe
+
+app = typer.Typer(
+    help="Data-parallel training for JAX on many hosts, with the gradient exchange at its heart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a.b to a TOML value; may be given many times."),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
+
+
+@app.command()
+def train(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; runs/<run.name> if not given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; start if none.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is there.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes on this host.")] = 1,
+    no_agent: Annotated[bool, typer.Option("--no-agent", help="Train in this very process, for a debugger.")] = False,
+) -> None:
+    """Train CONFIG."""
+    config = _load(config_path, overrides)
+    directory, attempt = RunDir.open(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
+    if directory.config.is_file():
+        config = config_file.continued(config_file.load(directory.config), config)
+    _run(Job(config_file.dump(config), str(directory.path), attempt, processes), here=no_agent)
+
+
+@app.command()
+def evaluate(run_dir: RunPath) -> None:
+    """Evaluate the newest checkpoint of RUN_DIR on the test split; prints the metrics as JSON."""
+    directory = RunDir.existing(run_dir)
+    text = config_file.dump(config_file.load(directory.config))
+    _run(Job(text, str(directory.path), entry="trainer.offline:evaluate"), here=True)
+
+
+@app.command()
+def export(
+    run_dir: RunPath,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A .safetensors or .npz file; RUN_DIR/params.safetensors if not given."),
+    ] = None,
+) -> None:
+    """Write the newest checkpoint's parameters (their moving average, if there is one) to a file."""
+    directory = RunDir.existing(run_dir)
+    from trainer import offline  # only now, for it loads JAX, which the other commands do without
+
+    print(offline.export(directory, output or directory.path / "params.safetensors"))
+
+
+@app.command()
+def status(run_dir: RunPath) -> None:
+    """Tell how far RUN_DIR has come and how it ended, as JSON."""
+    print(json.dumps(describe(RunDir.existing(run_dir)), indent=2))
+
+
+@app.command(name="config")
+def show_config(
+    config_path: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the settings.")] = False,
+) -> None:
+    """Print the resolved settings of CONFIG as TOML."""
+    if schema:
+        print(json.dumps(config_file.schema(), indent=2))
+    elif config_path is None:
+        raise SettingsRefused("lockstep config needs a CONFIG, or --schema")
+    else:
+        print(config_file.dump(_load(config_path, overrides), redact=True), end="")
+
+
+def _load(path: str, overrides: list[str] | None) -> Config:
+    return config_file.load(path, overrides or (), search=[Path(str(files("configs")))])
+
+
+def _run(job: Job, *, here: bool) -> None:
+    if here:
+        from trainer.launch.worker import run_here  # only now: the agent does not load JAX
+
+        raise typer.Exit(run_here(job))
+    raise typer.Exit(agent.run(job))
+
+
+def main() -> None:
+    """Runs the command line; a refusal is printed as it is, without a traceback."""
+    try:
+        app()
+    except LockstepError as error:
+        for line in str(error).splitlines():
+            print(f"lockstep: {line}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+
+
+if __name__ == "__main__":
+    main()

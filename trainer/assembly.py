@@ -1,0 +1,175 @@
+"""From settings to the pieces of a run: mesh, data, task, optimizer and exchange, checked against each other.
+
+Shapes first: nothing here computes on a device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from trainer import import_path, optimizer, runtime, sync
+from trainer import mesh as meshes
+from trainer.config import Config
+from trainer.data import Loader, open_source
+from trainer.errors import InputRefused, SettingsRefused
+from trainer.state import Parts, TrainState, abstract
+from trainer.step import FAULT, Work
+from trainer.task import Task
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The pieces of a run.
+
+    config: the settings, with ``mesh.virtual_replicas`` made explicit.
+    shapes: the train state's shapes, dtypes and shardings.
+    """
+
+    config: Config
+    mesh: Mesh
+    loader: Loader
+    parts: Parts
+    work: Work
+    schedule: optax.Schedule
+    shapes: TrainState
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of a global batch as the train program takes it."""
+        rows = self.prepare_rows(self.loader.read(0), step=0)
+        batch = self.config.data.global_batch
+        sharding = meshes.by_replica(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct((batch, *value.shape[1:]), value.dtype, sharding=sharding)
+            for name, value in rows.items()
+        }
+
+    def prepare_rows(self, rows: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+        """This process's rows for ``step``, with what debugging adds, and without ids that nobody asked for."""
+        debug = self.config.debug
+        rows = {name: value for name, value in rows.items() if name != "example_id" or debug.log_example_ids}
+        if debug.faults:
+            hit = any(
+                fault.rank == jax.process_index() and fault.step <= step < fault.step + fault.num_steps
+                for fault in debug.faults
+            )
+            rows[FAULT] = np.full_like(rows["weight"], np.nan if hit else 0)
+        return rows
+
+
+def assemble(config: Config) -> Assembly:
+    """Builds the pieces; the backend has to be up.
+
+    Raises:
+        SettingsRefused: pieces that cannot be had, or that do not fit each other.
+        InputRefused: data that cannot be used.
+    """
+    mesh = meshes.make(config.mesh)
+    config = with_virtual_replicas(config, resolve_virtual_replicas(config, mesh.size))
+    _check_faults(config)
+    source = open_source(config.data, "train")
+    data = config.data
+    loader = Loader(
+        source,
+        seed=config.run.seed,
+        global_batch=data.global_batch,
+        rows=meshes.local_rows(mesh, data.global_batch),
+        num_threads=data.num_threads,
+        prefetch_batches=data.prefetch_batches,
+    )
+    _check_same_data(loader)
+    task = build_task(config)
+    params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
+    trainable = optimizer.trainable_mask(params, config.optimizer.frozen)
+    trained_shapes, _ = optimizer.split(params, trainable)
+    parts = Parts(
+        task=task,
+        optimizer=optimizer.build(config.optimizer, config.run.num_steps, trained_shapes),
+        sync=sync.all_reduce(mesh, algorithm=config.sync.algorithm, reduce="sum"),
+        trainable=trainable,
+    )
+    return Assembly(
+        config=config,
+        mesh=mesh,
+        loader=loader,
+        parts=parts,
+        work=Work(mesh, resolve_virtual_replicas(config, mesh.size), config.run.seed),
+        schedule=optimizer.schedule(config.optimizer, config.run.num_steps),
+        shapes=abstract(parts, mesh),
+    )
+
+
+def build_task(config: Config) -> Task:
+    """The task that ``[task]`` names.
+
+    Raises:
+        SettingsRefused: it cannot be imported, does not take these arguments, or is not a task.
+    """
+    target = config.task.target
+    try:
+        task = import_path.call(import_path.load(target, "task.target"), "task.args", config.task.args)
+    except ValueError as error:
+        if isinstance(error, SettingsRefused):
+            raise
+        raise SettingsRefused(f"task.args do not suit {target}: {error}") from error
+    if not isinstance(task, Task):
+        wanted = ("init", "weight", "loss", "next_model_state", "evaluate")
+        missing = [name for name in wanted if not hasattr(task, name)]
+        raise SettingsRefused(
+            f"task.target = {target!r} is no task: it lacks {', '.join(missing)}; see trainer/task.py"
+        )
+    return task
+
+
+def resolve_virtual_replicas(config: Config, num_replicas: int) -> int:
+    """The number of virtual replicas, V: given, or replicas x accumulate_steps.
+
+    Raises:
+        SettingsRefused: V is no multiple of the replicas, or the batch no multiple of V; names the nearest that are.
+    """
+    given, batch = config.mesh.virtual_replicas, config.data.global_batch
+    count = num_replicas * config.optimizer.accumulate_steps if given == "auto" else given
+    if count % num_replicas:
+        raise SettingsRefused(
+            f"mesh.virtual_replicas = {count} is no multiple of the {num_replicas} replicas: "
+            f"take a number of replicas that divides it ({_divisors(count)})"
+        )
+    if batch % count:
+        below, above = batch // count * count, math.ceil(batch / count) * count
+        nearest = f"{below} or {above}" if below else f"{above}"
+        how = f"{num_replicas} replicas x optimizer.accumulate_steps = {config.optimizer.accumulate_steps}"
+        origin = f" ({how})" if given == "auto" else ""
+        raise SettingsRefused(
+            f"data.global_batch = {batch} is no multiple of the {count} virtual replicas{origin}: set it to {nearest}"
+        )
+    return count
+
+
+def with_virtual_replicas(config: Config, count: int) -> Config:
+    """``config`` with ``mesh.virtual_replicas`` made explicit, as a resumed run has to keep it."""
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update={"virtual_replicas": count})})
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _check_faults(config: Config) -> None:
+    for fault in config.debug.faults:
+        if fault.rank >= jax.process_count():
+            raise SettingsRefused(
+                f"debug.faults names rank {fault.rank}, but ranks go from 0 to {jax.process_count() - 1}"
+            )
+
+
+def _check_same_data(loader: Loader) -> None:
+    """Refuses processes that see different data, such as another version of a file on one host."""
+    first = loader.read(0)
+    seen = [loader.num_examples, *sorted((name, str(rows.dtype), rows.shape[1:]) for name, rows in first.items())]
+    everyone = runtime.agree("data", seen)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise InputRefused(f"rank {rank} sees other training data than rank 0: {other}, not {everyone[0]}")

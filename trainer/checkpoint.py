@@ -1,0 +1,112 @@
+"""Checkpoints with orbax: what is in one, how it is written beside training, and how it comes back.
+
+A checkpoint at step k is the state after k batches. Its items are the pytrees ``params``, ``model_state``,
+``optimizer`` and ``sync``, and the JSON texts ``data`` (the position in the data) and ``meta`` (counters, settings,
+versions). An item without any array is stored as one zero named "empty", since orbax refuses to write nothing.
+"""
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from trainer.errors import InputRefused
+from trainer.state import TrainState
+
+FORMAT_VERSION = 1
+ARRAYS = ("params", "model_state", "optimizer", "sync")
+TEXTS = ("data", "meta")
+COUNTERS = ("step", "num_updates", "consecutive_skips")
+
+
+class Restored(NamedTuple):
+    """A checkpoint read back: the state on its mesh, the position in the data, and ``meta``."""
+
+    state: TrainState
+    data: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints in one directory. All processes call the same methods in the same order."""
+
+    def __init__(self, directory: Path | str, *, keep: int = 1, create: bool = True) -> None:
+        """Opens ``directory``, making it if there is none; after each save the ``keep`` newest stay."""
+        self._directory = directory if "://" in str(directory) else Path(directory).resolve()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self._directory, item_names=(*ARRAYS, *TEXTS), options=options)
+
+    def latest(self) -> int | None:
+        """The newest step, or None."""
+        return self._manager.latest_step()
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of ``step`` lies."""
+        return f"{self._directory}/{step}"
+
+    def save(self, state: TrainState, data: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Starts writing ``state``; returns when the arrays may be changed, and the writing goes on beside.
+
+        Raises:
+            InputRefused: there is a checkpoint of this step, or a later one, already.
+        """
+        counters = {name: int(getattr(state, name)) for name in COUNTERS}
+        step = counters["step"]
+        meta = {"format_version": FORMAT_VERSION, "versions": versions(), **counters, **meta}
+        arrays = {name: ocp.args.StandardSave(_not_empty(getattr(state, name))) for name in ARRAYS}
+        texts = {"data": ocp.args.JsonSave(data), "meta": ocp.args.JsonSave(meta)}
+        if not self._manager.save(step, args=ocp.args.Composite(**arrays, **texts)):
+            raise InputRefused(f"{self._directory} holds step {self.latest()} already, so step {step} was not saved")
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The ``meta`` of a checkpoint, without its arrays."""
+        restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        if restored.meta["format_version"] != FORMAT_VERSION:
+            raise InputRefused(
+                f"{self.path(step)} has format version {restored.meta['format_version']}; "
+                f"this version of Lockstep reads {FORMAT_VERSION}"
+            )
+        return restored.meta
+
+    def restore(self, step: int, abstract: TrainState) -> Restored:
+        """Reads a checkpoint back onto the shardings of ``abstract``."""
+        meta = self.meta(step)
+        arrays = {name: ocp.args.StandardRestore(_not_empty(getattr(abstract, name))) for name in ARRAYS}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, data=ocp.args.JsonRestore()))
+        given = {name: restored[name] if _has_leaves(abstract, name) else getattr(abstract, name) for name in ARRAYS}
+        counters = {name: _counter(meta[name], abstract.step.sharding) for name in COUNTERS}
+        return Restored(TrainState(**given, **counters), restored.data, meta)
+
+    def read(self, step: int, item: str) -> Any:
+        """One item's arrays on the host, in nested dicts and lists, whatever mesh and optimizer they came from."""
+        with ocp.StandardCheckpointer() as reader:
+            return jax.tree.map(np.asarray, reader.restore(f"{self.path(step)}/{item}"))
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk; raises what went wrong there."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the last save and releases the directory."""
+        self._manager.close()
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that a result depends on."""
+    names = ("lockstep-trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def _counter(value: int, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback((), sharding, lambda _: np.int32(value))
+
+
+def _has_leaves(state: TrainState, name: str) -> bool:
+    return bool(jax.tree.leaves(getattr(state, name)))
+
+
+def _not_empty(tree: Any) -> Any:
+    return tree if jax.tree.leaves(tree) else {"empty": np.zeros(())}

@@ -1,0 +1,311 @@
+"""The settings: one frozen tree, every default in it, nothing converted in silence.
+
+Reading TOML files, ``extends`` and ``--set`` are in ``config_file.py``; here is only what there *is* to set.
+Every field's description becomes its help text in the JSON schema (``lockstep config --schema``).
+"""
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+LARGEST_COUNT = 2**31 - 1
+"""Steps and updates are counted in int32 on the device."""
+
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+ImportPath = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", json_schema_extra={"format": "import-path"}),
+]
+RunName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200, json_schema_extra={"format": "run-name"})
+]
+SourceName = Literal["digits", "text", "npz", "tokens", "images", "arrayrecord", "synthetic"]
+"""The data sources that need no import path; ``typing.get_args`` lists them."""
+OptimizerName = Literal["sgd", "adamw", "lamb", "lion"]
+"""The optimizers that need no import path; ``typing.get_args`` lists them."""
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+FrozenList = BeforeValidator(_freeze)
+"""TOML arrays become tuples, so that a settings tree is really frozen."""
+
+
+def _freeze_args(table: Any) -> Any:
+    return {key: _freeze_item(key, item) for key, item in table.items()} if isinstance(table, dict) else table
+
+
+def _freeze_item(key: Any, value: Any) -> Any:
+    """A free-form value as TOML knows it: arrays become tuples, and what TOML cannot hold is refused."""
+    if not isinstance(key, str):
+        raise ValueError(f"{key}: a key must be a text")
+    if isinstance(value, dict):
+        return {name: _freeze_item(name, item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_freeze_item(key, item) for item in value)
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{key}: nan equals nothing, not even itself, so that no resume could match it")
+    if not isinstance(value, str | int | float | datetime.date | datetime.time):
+        raise ValueError(f"{key}: TOML cannot hold a value of type {type(value).__name__}")
+    return value
+
+
+Args = Annotated[dict[str, Any], BeforeValidator(_freeze_args)]
+"""A free-form table: keywords for something that is named by import path."""
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raises one error for all ``problems``, each of the form 'key: what is wrong', the key relative to its table."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _multiples(number: int, of: int) -> str:
+    """The positive multiples of ``of`` next to ``number``, for a message."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+class Settings(BaseModel):
+    """Base of every table: frozen, strict about types, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Run(Settings):
+    """What is run, and for how long."""
+
+    name: RunName = "run"
+    """Names the run directory: letters, digits, '.', '_' and '-'."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seeds the parameters, the data order, dropout and augmentation."""
+    num_steps: PositiveInt = 1000
+    """Batches to consume in all, over all attempts."""
+    eval_every_steps: NonNegativeInt = 0
+    """Evaluate on the test split every so many steps, and at the end; 0: only at the end."""
+
+
+class TaskSettings(Settings):
+    """Which model is trained."""
+
+    target: ImportPath
+    """The task's import path, 'package.module:Class'; see trainer/task.py for what it must offer."""
+    args: Args = Field(default_factory=dict)
+    """Keywords for the task's constructor."""
+
+
+class Data(Settings):
+    """Which examples it is trained on."""
+
+    source: SourceName | ImportPath
+    """digits, text, npz, tokens, images, arrayrecord, synthetic, or the import path of your own source."""
+    global_batch: PositiveInt
+    """Examples in one step over all replicas and virtual replicas."""
+    num_threads: PositiveInt = 2
+    """Threads of each process that read examples ahead of the device."""
+    prefetch_batches: PositiveInt = 4
+    """Batches of each process that are kept ready ahead of the device."""
+    args: Args = Field(default_factory=dict)
+    """Keywords for the source's constructor."""
+
+
+_ADAM_LIKE = ("adamw", "lamb", "lion")
+_USERS = {
+    "momentum": ("sgd",),
+    "nesterov": ("sgd",),
+    "beta1": _ADAM_LIKE,
+    "beta2": _ADAM_LIKE,
+    "eps": ("adamw", "lamb"),
+}
+"""The optimizers that read a setting; any other would ignore it in silence, and so refuses it."""
+
+
+class Optimizer(Settings):
+    """How parameters follow gradients."""
+
+    name: OptimizerName | ImportPath = "adamw"
+    """sgd, adamw, lamb, lion, or the import path of a function (learning_rate, **args) -> optax transformation."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """The peak, reached after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: nothing, or a linear or cosine decay to final_fraction over the rest of the run."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises linearly from 0 to its peak."""
+    final_fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """The learning rate at the end of a decay, as a fraction of the peak."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; not applied to norms and biases."""
+    clip_norm: Annotated[float, Field(ge=0)] = float("inf")
+    """Limit on the global norm of the exchanged gradient; inf: no limit."""
+    momentum: Fraction = 0.0
+    """Of sgd."""
+    nesterov: bool = False
+    """Of sgd."""
+    beta1: Fraction = 0.9
+    """Of adamw, lamb and lion."""
+    beta2: Fraction = 0.999
+    """Of adamw, lamb and lion (for lion 0.99 is usual)."""
+    eps: PositiveFloat = 1e-8
+    """Of adamw and lamb."""
+    accumulate_steps: PositiveInt = 1
+    """Virtual replicas that each replica computes one after another in a step, which is gradient accumulation.
+    Read where mesh.virtual_replicas is auto."""
+    non_finite: Literal["halt", "skip"] = "halt"
+    """On a non-finite loss or gradient: end with code 4, or leave the state alone and take the next batch."""
+    max_consecutive_skips: PositiveInt = 10
+    """More skipped steps than this in a row end the run with code 4."""
+    ema_decay: Fraction = 0.0
+    """Decay of the moving average of the parameters, which evaluation and export then use; 0: none."""
+    frozen: Annotated[tuple[str, ...], FrozenList] = ()
+    """Patterns such as 'blocks/0/*' (shell style, on 'a/b/c' paths); matching parameters are not trained."""
+    args: Args = Field(default_factory=dict)
+    """Keywords for an optimizer that is named by import path."""
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "Optimizer":
+        def is_set(key: str) -> bool:
+            return getattr(self, key) != type(self).model_fields[key].default
+
+        problems = [
+            f"{key}: {self.name} would ignore it, because it belongs to {', '.join(users)}; leave it out"
+            for key, users in _USERS.items()
+            if self.name not in users and is_set(key)
+        ]
+        if self.args and ":" not in self.name:
+            problems.append(f"args: only an optimizer named by import path takes args, and {self.name} is none")
+        if self.nesterov and self.momentum == 0 and self.name == "sgd":
+            problems.append("nesterov: needs momentum > 0, and momentum is 0")
+        if self.schedule == "constant" and is_set("final_fraction"):
+            problems.append('final_fraction: the schedule "constant" would ignore it; choose "linear" or "cosine"')
+        _refuse(problems)
+        return self
+
+
+class Mesh(Settings):
+    """The devices: nodes (slow link between them) x devices_per_node (fast link within)."""
+
+    nodes: PositiveInt = 1
+    """Size of the mesh axis 'node'."""
+    devices_per_node: PositiveInt | Literal["auto"] = "auto"
+    """Size of the mesh axis 'local'; auto: all there are, or 1 on the CPU."""
+    platform: Literal["auto", "cpu", "gpu"] = "auto"
+    """cpu emulates nodes * devices_per_node devices, shared out between the processes."""
+    virtual_replicas: PositiveInt | Literal["auto"] = "auto"
+    """Fixed slices of the global batch, each with its own randomness; auto: devices * accumulate_steps."""
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices in the mesh, or None where only the machine can tell."""
+        if self.devices_per_node != "auto":
+            return self.nodes * self.devices_per_node
+        return self.nodes if self.platform == "cpu" else None
+
+    @model_validator(mode="after")
+    def _every_device_has_whole_virtual_replicas(self) -> "Mesh":
+        virtual, devices = self.virtual_replicas, self.num_devices
+        if virtual != "auto" and devices and virtual % devices:
+            nearest = _multiples(virtual, devices)
+            _refuse([f"virtual_replicas: must be a multiple of the {devices} devices, such as {nearest}"])
+        return self
+
+
+class Sync(Settings):
+    """The exchange of gradients."""
+
+    algorithm: Literal["auto", "xla"] = "auto"
+    """How contributions are summed."""
+
+
+class Timeouts(Settings):
+    """Limits, in seconds."""
+
+    init_seconds: PositiveFloat = 300.0
+    """From a worker's start until all processes have met."""
+    shutdown_seconds: PositiveFloat = 60.0
+    """From the end of the work until a worker is gone."""
+
+
+class Checkpoint(Settings):
+    """What is saved, where and how often."""
+
+    directory: str = ""
+    """Where checkpoints go; empty: 'checkpoints' in the run directory."""
+    every_steps: NonNegativeInt = 0
+    """Save every so many steps, and at the end; 0: only at the end."""
+    keep: PositiveInt = 3
+    """Newest checkpoints that are kept."""
+
+
+class Observe(Settings):
+    """What is written down on the way."""
+
+    log_every_steps: PositiveInt = 10
+    """A row in metrics.jsonl every so many steps."""
+
+
+class Fault(Settings):
+    """A failure that is staged on purpose."""
+
+    kind: Literal["nan"]
+    """nan: the rank's contribution to that step becomes NaN."""
+    rank: NonNegativeInt
+    """The process in which it happens."""
+    step: PositiveInt
+    """The step it spoils (the first step is 1)."""
+    num_steps: PositiveInt = 1
+    """For how many steps in a row."""
+
+
+class Debug(Settings):
+    """Checks that cost time."""
+
+    digest_every: NonNegativeInt = 0
+    """Hash all parameters every so many steps and compare the replicas; 0: never."""
+    log_example_ids: bool = False
+    """Write the ids of each step's examples into metrics.jsonl."""
+    faults: Annotated[tuple[Fault, ...], FrozenList] = ()
+    """Failures to stage."""
+
+
+class Config(Settings):
+    """The whole tree."""
+
+    task: TaskSettings
+    data: Data
+    run: Run = Run()
+    optimizer: Optimizer = Optimizer()
+    mesh: Mesh = Mesh()
+    sync: Sync = Sync()
+    timeouts: Timeouts = Timeouts()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    debug: Debug = Debug()
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> "Config":
+        problems: list[str] = []
+        steps, warmup, batch = self.run.num_steps, self.optimizer.warmup_steps, self.data.global_batch
+        if self.optimizer.schedule != "constant" and warmup > steps:
+            problems.append(f"optimizer.warmup_steps: the warm-up cannot be longer than run.num_steps = {steps}")
+        virtual = self.mesh.virtual_replicas
+        if virtual != "auto" and batch % virtual:
+            nearest = _multiples(batch, virtual)
+            problems.append(
+                f"data.global_batch: must be a multiple of mesh.virtual_replicas = {virtual}, such as {nearest}"
+            )
+        problems += [
+            f"debug.faults[{index}].step: never comes; the run ends after run.num_steps = {steps}"
+            for index, fault in enumerate(self.debug.faults)
+            if fault.step > steps
+        ]
+        _refuse(problems)
+        return self

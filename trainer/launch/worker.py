@@ -1,0 +1,125 @@
+"""A worker: a process that runs JAX and does the work. The agent starts it as ``python -m trainer.launch.worker``."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import textwrap
+import tomllib
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from trainer import import_path, runtime
+from trainer.config import Config
+from trainer.errors import ExitCode, LockstepError, SettingsRefused
+from trainer.launch.spec import Event, Job, WorkerSpec, send
+from trainer.launch.verdict import tell
+from trainer.placement import Placement
+from trainer.rundir import RunDir
+
+Entry = Callable[[Config, RunDir, int, Console | None], None]
+
+PLAIN_WIDTH = 120
+"""Columns where the display is not a terminal."""
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Does what the spec on standard input says, reports the outcome to the agent, and ends the process."""
+    spec = WorkerSpec.loads(sys.stdin.read())
+    die_with_agent(spec.agent_pid)
+    for fd in (spec.report_fd, spec.display_fd):
+        if fd is not None:
+            os.set_inheritable(fd, False)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    try:
+        console = open_console(spec.display_fd)
+        work(spec.job, spec.placement, console, started=lambda: send(spec.report_fd, Event("started")))
+        runtime.stop()
+    except BaseException as error:
+        leave(spec.report_fd, failure_event(error))
+    send(spec.report_fd, Event("finished"))
+
+
+def run_here(job: Job) -> int:
+    """Runs ``job`` in this very process, for a debugger. Returns the exit code; an unexpected exception propagates."""
+    try:
+        if job.num_processes > 1:
+            raise SettingsRefused(f"--no-agent runs one process, not --processes {job.num_processes}")
+        work(job, Placement(), Console(), started=lambda: None)
+    except LockstepError as error:
+        tell(str(error))
+        return int(error.exit_code)
+    return int(ExitCode.COMPLETED)
+
+
+def work(job: Job, placement: Placement, console: Console | None, started: Callable[[], None]) -> None:
+    """Starts JAX and calls the job's entry."""
+    config = Config.model_validate(tomllib.loads(job.config))
+    runtime.start(
+        config.mesh,
+        placement,
+        init_seconds=config.timeouts.init_seconds,
+        shutdown_seconds=config.timeouts.shutdown_seconds,
+        cache_dir=runtime.cache_directory(os.environ),
+    )
+    started()
+    entry: Entry = import_path.load(job.entry, "entry")
+    entry(config, RunDir(Path(job.run_dir)), job.attempt, console)
+
+
+def open_console(fd: int | None) -> Console | None:
+    """A console on the agent's standard output; None for a worker that has none."""
+    if fd is None:
+        return None
+    file = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
+    width = os.get_terminal_size(fd).columns if file.isatty() else PLAIN_WIDTH
+    return Console(file=file, width=width or PLAIN_WIDTH)
+
+
+def failure_event(error: BaseException) -> Event:
+    """What the agent is told about ``error``. The traceback goes to the log, unless the message says it all."""
+    if isinstance(error, LockstepError):
+        return Event("failed", int(error.exit_code), str(error))
+    traceback.print_exception(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        message = (
+            "a device ran out of memory: lower data.global_batch, raise optimizer.accumulate_steps, or set "
+            f'task.args.compute_dtype = "bfloat16" ({first_line(error)})'
+        )
+        return Event("failed", int(ExitCode.PROGRAM_FAULT), message)
+    return Event("failed", int(ExitCode.PROGRAM_FAULT), f"{type(error).__name__}: {first_line(error)}", explained=False)
+
+
+def first_line(error: BaseException) -> str:
+    return textwrap.shorten((str(error).splitlines() or [""])[0], 200, placeholder=" …")
+
+
+def leave(report_fd: int, event: Event) -> None:
+    """Reports a failure and ends at once: an orderly exit would wait minutes for the other processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    send(report_fd, event)
+    os._exit(event.exit_code)
+
+
+def die_with_agent(agent_pid: int) -> None:
+    """Has the kernel kill this process when the agent ends, however it ends.
+
+    A thread that watches a pipe would not do: it cannot run while C code holds the interpreter lock. The agent must not
+    start workers from a thread that ends before they do, for that thread's end counts as the parent's.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:  # it was gone before the line above
+        os._exit(int(ExitCode.DIED))
+
+
+if __name__ == "__main__":
+    main()

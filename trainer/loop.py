@@ -1,0 +1,210 @@
+"""The training loop, top to bottom. A feature becomes a hook, a task or a transformation; never a branch in here."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from trainer import config_file, digest, runtime
+from trainer import mesh as meshes
+from trainer import state as states
+from trainer.assembly import Assembly, assemble
+from trainer.checkpoint import Checkpoints
+from trainer.config import Config
+from trainer.display import Display, NullDisplay
+from trainer.errors import Halted, InputRefused, SettingsRefused
+from trainer.evaluation import Evaluator
+from trainer.hooks import Every, Hook, Moment, Recorder
+from trainer.metrics import MetricsWriter, Row
+from trainer.rundir import RunDir
+from trainer.state import TrainState
+from trainer.step import train_program
+from trainer.story import facts, summary
+
+Batch = dict[str, jax.Array]
+Program = Callable[[TrainState, Batch], Any]
+
+
+def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Trains until ``run.num_steps`` batches are consumed, going on from the run's newest checkpoint if there is one.
+
+    Every process calls it. Rank 0 writes the run directory, and shows progress on ``console``.
+
+    Raises:
+        LockstepError: settings, data or a checkpoint are refused, or the numbers cannot be trusted.
+    """
+    begin = time.perf_counter()
+    first = runtime.rank() == 0
+    with ExitStack() as stack:
+        display = stack.enter_context(Display(console, config.run.num_steps) if first and console else NullDisplay())
+        pieces = assemble(config)
+        evaluator = Evaluator(pieces)
+        writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
+        if first:
+            run_dir.write_config(config_file.dump(pieces.config, redact=True))
+        checkpoints = Checkpoints(checkpoint_directory(config, run_dir), keep=config.checkpoint.keep)
+
+        display.banner(facts(pieces, run_dir, attempt, checkpoints.latest()))
+        program = compile_step(pieces, display)
+        state = starting_state(pieces, checkpoints)
+        start = int(state.step)
+        recorder = make_recorder(pieces, writer, display, attempt, start)
+        evaluations: list[Row] = []
+        hooks = (
+            Every(config.debug.digest_every, digesting(recorder), at_end=False),
+            Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, attempt)),
+            Every(config.run.eval_every_steps, evaluating(evaluator, recorder, writer, display, attempt, evaluations)),
+        )
+        batches = stack.enter_context(pieces.loader.iterate(start))
+        try:
+            train(pieces, state, program, batches, recorder, hooks)
+        except Halted:
+            checkpoints.wait()  # every rank halts at the same step, so the save under way can still be completed
+            raise
+        checkpoints.close()
+        seconds = time.perf_counter() - begin
+        display.summary(summary(pieces, recorder, evaluations, checkpoints, run_dir, seconds))
+
+
+def train(
+    pieces: Assembly,
+    state: TrainState,
+    program: Program,
+    batches: Iterator[dict[str, np.ndarray]],
+    recorder: Recorder,
+    hooks: tuple[Hook, ...],
+) -> TrainState:
+    """Steps from ``state`` to ``run.num_steps``; while the device computes a step, the host prepares the next batch."""
+    start, end = int(state.step), pieces.config.run.num_steps
+
+    def batch_of(step: int) -> Batch:
+        return meshes.place_rows(pieces.mesh, pieces.prepare_rows(next(batches), step))
+
+    batch = batch_of(start + 1) if start < end else {}
+    for step in range(start + 1, end + 1):
+        state, report = program(state, batch)
+        batch = batch_of(step + 1) if step < end else {}
+        recorder.push(step, report)
+        for hook in hooks:
+            hook(Moment(step, state, last=step == end))
+    recorder.flush()
+    return state
+
+
+def compile_step(pieces: Assembly, display: Display) -> Program:
+    """Compiles the train step, once for the whole run.
+
+    Raises:
+        SettingsRefused: the task does not take the batches of this source.
+    """
+    begin = time.perf_counter()
+    batch = pieces.batch_shapes()
+    try:
+        lowered = train_program(pieces.parts, pieces.work, pieces.schedule, pieces.shapes).lower(pieces.shapes, batch)
+    except (KeyError, ValueError) as error:
+        shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())
+        raise SettingsRefused(
+            f"task.target = {pieces.config.task.target!r} cannot take the batches of data.source = "
+            f"{pieces.config.data.source!r} ({shapes}): {type(error).__name__}: {error}"
+        ) from error
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else None
+    display.compiled(time.perf_counter() - begin, num_bytes)
+    return compiled
+
+
+def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
+    """Where this run's checkpoints are."""
+    return config.checkpoint.directory or str(run_dir.checkpoints)
+
+
+def starting_state(pieces: Assembly, checkpoints: Checkpoints) -> TrainState:
+    """The newest checkpoint's state, or a fresh one.
+
+    Raises:
+        InputRefused: the checkpoint does not continue with these settings or this data.
+    """
+    newest = checkpoints.latest()
+    if newest is None:
+        return states.create_on_mesh(pieces.parts, pieces.mesh, pieces.config.run.seed)
+    if newest > pieces.config.run.num_steps:
+        raise InputRefused(
+            f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {pieces.config.run.num_steps}: "
+            f"set run.num_steps to {newest} or more"
+        )
+    restored = checkpoints.restore(newest, pieces.shapes)
+    pieces.loader.check_state(restored.data)
+    return restored.state
+
+
+def make_recorder(
+    pieces: Assembly, writer: MetricsWriter | None, display: Display, attempt: int, start: int
+) -> Recorder:
+    """The recorder of this attempt: a row for its first step, every so many, and the last."""
+    config, loader = pieces.config, pieces.loader
+    due = Every(config.observe.log_every_steps, lambda moment: None)
+
+    def is_due(step: int) -> bool:
+        return step == start + 1 or due.is_due(step, last=step == config.run.num_steps)
+
+    return Recorder(
+        writer=writer,
+        display=display,
+        optimizer=config.optimizer,
+        ranks=np.array([meshes.rank_of_replica(pieces.mesh, replica) for replica in range(pieces.mesh.size)]),
+        is_due=is_due,
+        constant=lambda step: {"epoch": loader.epoch(step), "attempt": attempt},
+    )
+
+
+def digesting(recorder: Recorder) -> Hook:
+    """A hook that adds the parameters' hash to the step's row, after comparing it between all replicas."""
+
+    def hook(moment: Moment) -> None:
+        with recorder.pace.paused():
+            recorder.annotate(param_digest=digest.agreed_digest(moment.state.params, moment.step))
+
+    return hook
+
+
+def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, attempt: int) -> Hook:
+    """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
+    meta = {
+        "attempt": attempt,
+        "virtual_replicas": pieces.work.num_virtual_replicas,
+        "settings": config_file.dump(pieces.config, redact=True),
+    }
+
+    def hook(moment: Moment) -> None:
+        recorder.flush()
+        with recorder.pace.paused():
+            checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
+
+    return hook
+
+
+def evaluating(
+    evaluator: Evaluator,
+    recorder: Recorder,
+    writer: MetricsWriter | None,
+    display: Display,
+    attempt: int,
+    rows: list[Row],
+) -> Hook:
+    """A hook that evaluates, writes and shows the row, and appends it to ``rows``."""
+
+    def hook(moment: Moment) -> None:
+        recorder.flush()
+        with recorder.pace.paused():
+            row = {"kind": "eval", "step": moment.step, "attempt": attempt, **evaluator(moment.state)}
+        rows.append(row)
+        if writer is not None:
+            writer.write(row)
+        display.evaluation(row)
+
+    return hook

@@ -1,0 +1,94 @@
+"""What is done with a run afterwards: evaluate its newest checkpoint, or export the parameters."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from safetensors.numpy import save_file
+
+from trainer import config_file
+from trainer.assembly import assemble
+from trainer.checkpoint import Checkpoints
+from trainer.config import Config
+from trainer.errors import InputRefused, SettingsRefused
+from trainer.evaluation import Evaluator
+from trainer.loop import checkpoint_directory
+from trainer.rundir import RunDir
+
+FORMATS = (".safetensors", ".npz")
+EMA = "ema_params/"
+"""Within an optimizer's state the moving averages are named like this, and then like their parameters."""
+
+
+def evaluate(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Prints the newest checkpoint's metrics on the test split, as one line of JSON.
+
+    Raises:
+        InputRefused: there is no checkpoint, or no test data.
+    """
+    del attempt
+    pieces = assemble(config)
+    evaluator = Evaluator(pieces)
+    with newest_checkpoint(config, run_dir) as (checkpoints, step):
+        state = checkpoints.restore(step, pieces.shapes).state
+    row = {"step": step, **evaluator(state)}
+    if console is not None:
+        console.print(json.dumps(row), soft_wrap=True, markup=False, highlight=False)
+
+
+def export(run_dir: RunDir, output: Path) -> str:
+    """Writes the newest checkpoint's parameters to ``output``, one array a leaf, named 'a/b/c'. Tells what it wrote.
+
+    They are the moving average where the optimizer keeps one.
+
+    Raises:
+        SettingsRefused: ``output`` ends in neither .safetensors nor .npz.
+        InputRefused: there is no checkpoint, or ``output`` cannot be written.
+    """
+    if output.suffix not in FORMATS:
+        raise SettingsRefused(f"--output {output}: must end in {' or '.join(FORMATS)}")
+    config = config_file.load(run_dir.config)
+    with newest_checkpoint(config, run_dir) as (checkpoints, step):
+        arrays = named_arrays(checkpoints.read(step, "params"))
+        if config.optimizer.ema_decay:
+            averages = named_arrays(checkpoints.read(step, "optimizer"))
+            arrays |= {name.partition(EMA)[2]: average for name, average in averages.items() if EMA in name}
+    try:
+        if output.suffix == ".npz":
+            np.savez(output, **arrays)  # pyright: ignore[reportArgumentType] # numpy's stub takes a name for allow_pickle
+        else:
+            save_file(arrays, output)
+    except OSError as error:
+        raise InputRefused(f"--output {output} cannot be written: {error.strerror or error}") from error
+    return f"{len(arrays)} arrays of step {step} written to {output}"
+
+
+def named_arrays(tree: Any) -> dict[str, np.ndarray]:
+    """The leaves of a tree of nested dicts as contiguous NumPy arrays, by their path 'a/b/c'."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.ascontiguousarray(leaf) for path, leaf in leaves}
+
+
+@contextmanager
+def newest_checkpoint(config: Config, run_dir: RunDir) -> Iterator[tuple[Checkpoints, int]]:
+    """The run's checkpoints, open for reading, and the newest one's step.
+
+    Raises:
+        InputRefused: there is none.
+    """
+    directory = checkpoint_directory(config, run_dir)
+    if "://" not in directory and not Path(directory).is_dir():
+        raise InputRefused(f"{run_dir.path} has no checkpoint yet: there is no directory {directory}")
+    checkpoints = Checkpoints(directory, create=False)
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise InputRefused(f"{directory} holds no checkpoint yet")
+        yield checkpoints, step
+    finally:
+        checkpoints.close()

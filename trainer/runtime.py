@@ -1,0 +1,290 @@
+"""The only user of ``jax.distributed`` and of XLA flags: start, stop, agree."""
+
+import json
+import math
+import os
+import platform as machine
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from importlib.metadata import entry_points, version
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from trainer.config import Mesh
+from trainer.errors import SettingsRefused
+from trainer.placement import Placement
+
+CPU_FLAGS: Mapping[str, str] = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "300",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
+    "xla_cpu_collective_timeout_seconds": "3600",
+}
+"""When emulated devices reach a collective more than 20 s apart, as many of them on few cores do, XLA complains, and a
+minute apart it aborts the process. Whether a worker is stuck is for the agent to judge, so these limits lie beyond its
+own."""
+
+CPU_FLAGS_KNOWN = ((0, 10, 2), (0, 13))
+"""From this jaxlib up to, not including, that one the flags above are known; an unknown flag aborts the process."""
+
+DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
+HEARTBEAT_SECONDS = 100
+"""A process that is lost is noticed by its agent; this only bounds the case that the agent is lost as well."""
+
+CACHE_MIN_COMPILE_SECONDS = 0.1
+"""Programs that compile faster are not worth a file."""
+
+
+def start(
+    mesh: Mesh, placement: Placement, *, init_seconds: float, shutdown_seconds: float, cache_dir: Path | None
+) -> None:
+    """Starts JAX in this process as ``placement`` says, with this process's share of the devices of ``mesh``.
+
+    Must be called before anything that starts a JAX backend (``jax.devices()``, any array).
+
+    init_seconds:     limit on the wait for the other processes.
+    shutdown_seconds: limit on the wait for them in ``stop``.
+    cache_dir:        where compiled programs are kept for the next start (see ``cache_directory``); None: nowhere.
+
+    Raises:
+        SettingsRefused: the devices cannot be shared out equally, or a GPU is demanded and there is none.
+    """
+    emulated = uses_cpu(mesh, os.environ)
+    if emulated:
+        emulate_devices(mesh, placement)
+    if cache_dir is not None:
+        keep_compiled_programs(cache_dir)
+    if placement.num_processes > 1:
+        local_ids = None if emulated else gpu_share(visible_gpus(os.environ), mesh, placement)
+        connect(placement, local_ids, init_seconds, shutdown_seconds)
+    if mesh.platform == "gpu":
+        demand_gpu()
+
+
+def stop() -> None:
+    """Leaves the group of processes, waiting for the others to do so too. Nothing to do for a single process."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def rank() -> int:
+    """This process's index."""
+    return jax.process_index()
+
+
+def num_processes() -> int:
+    """How many processes the run has."""
+    return jax.process_count()
+
+
+def agree(name: str, value: Any) -> list[Any]:
+    """What every process passed as ``value`` (anything that JSON holds), by rank; the same list everywhere.
+
+    Every process must call it, in the same order; ``name`` says what about, and is checked. Tuples become lists.
+    """
+    payload = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
+    if num_processes() == 1:
+        return [json.loads(payload.tobytes())[1]]
+    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(payload), np.int32)))
+    padded = np.zeros(max(lengths), np.uint8)
+    padded[: len(payload)] = payload
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    pairs = [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    names = [pair[0] for pair in pairs]
+    assert set(names) == {name}, f"the processes came to agree about different things: {names}"
+    return [pair[1] for pair in pairs]
+
+
+def barrier(name: str) -> None:
+    """Waits until every process is here."""
+    agree(f"barrier {name}", None)
+
+
+def uses_cpu(mesh: Mesh, environ: Mapping[str, str]) -> bool:
+    """Whether the devices are emulated on the CPU. Tells without starting a backend, for that fixes the devices."""
+    if mesh.platform != "auto":
+        return mesh.platform == "cpu"
+    wanted = environ.get("JAX_PLATFORMS", "")
+    if wanted:
+        return wanted.split(",")[0] == "cpu"
+    # JAX for GPUs registers itself under this entry point; without it a GPU in the machine is of no use.
+    present = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    return not (present and entry_points(group="jax_plugins"))
+
+
+def emulate_devices(mesh: Mesh, placement: Placement) -> None:
+    """Gives this process its CPU devices, unless the user's XLA_FLAGS give it a number of their own."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    jax.config.update("jax_platforms", "cpu")
+    if DEVICE_COUNT_FLAG not in flag_names(flags):
+        jax.config.update("jax_num_cpu_devices", cpu_share(mesh, placement.num_processes))
+    if CPU_FLAGS_KNOWN[0] <= release(version("jaxlib")) < CPU_FLAGS_KNOWN[1]:
+        os.environ["XLA_FLAGS"] = merge_flags(flags, CPU_FLAGS)
+
+
+def cpu_share(mesh: Mesh, processes: int) -> int:
+    """How many emulated devices each process has.
+
+    Raises:
+        SettingsRefused: they cannot be shared out equally.
+    """
+    per_node = 1 if mesh.devices_per_node == "auto" else mesh.devices_per_node
+    return equal_share(mesh.nodes * per_node, processes, f"{mesh.nodes} x {per_node} devices of [mesh]")
+
+
+def gpu_share(num_visible: int, mesh: Mesh, placement: Placement) -> list[int]:
+    """Which of this host's ``num_visible`` GPUs are this process's: a contiguous range, as long for every rank.
+
+    Raises:
+        SettingsRefused: there are too few, or they cannot be shared out equally.
+    """
+    total = num_visible if mesh.devices_per_node == "auto" else mesh.nodes * mesh.devices_per_node
+    if total > num_visible:
+        raise SettingsRefused(
+            f"mesh.nodes * mesh.devices_per_node = {total}, but this host has {num_visible} GPUs for "
+            f"{placement.num_processes} processes: make the mesh smaller"
+        )
+    share = equal_share(total, placement.num_processes, f"{total} GPUs")
+    return list(range(placement.rank * share, (placement.rank + 1) * share))
+
+
+def equal_share(total: int, processes: int, what: str) -> int:
+    """total / processes, if that is a whole number of at least 1."""
+    if total % processes or total < processes:
+        fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0) or "none"
+        raise SettingsRefused(
+            f"--processes {processes}: {what} cannot be shared out equally between {processes} processes; "
+            f"numbers that can: {fitting}"
+        )
+    return total // processes
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """How many NVIDIA GPUs this process may use, counted without starting a backend."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([entry for entry in listed.split(",") if entry.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def demand_gpu() -> None:
+    """Raises SettingsRefused unless JAX has a GPU, and would use it."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise SettingsRefused(f'mesh.platform = "gpu", but JAX cannot start: {error}') from error
+    if devices[0].platform != "gpu":
+        raise SettingsRefused(
+            f'mesh.platform = "gpu", but JAX finds only {devices[0].platform} devices: install the "cuda" extra, check '
+            'that JAX_PLATFORMS does not exclude it, or set mesh.platform = "cpu"'
+        )
+
+
+def release(version_text: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version.
+
+    >>> release("0.12.0.dev20260101")
+    (0, 12, 0)
+    """
+    return tuple(int(part) for part in takewhile(str.isdecimal, version_text.split(".")))
+
+
+def flag_names(flags: str) -> set[str]:
+    """The names of the flags in the text of XLA_FLAGS, without dashes and values."""
+    return {word.lstrip("-").split("=")[0] for word in flags.split()}
+
+
+def merge_flags(user: str, ours: Mapping[str, str]) -> str:
+    """``user``, unchanged, with those of ``ours`` behind it that it does not set itself.
+
+    XLA_FLAGS may also be the name of a file; that is left alone.
+
+    >>> merge_flags("--xla_a=1", {"xla_a": "2", "xla_b": "3"})
+    '--xla_a=1 --xla_b=3'
+    """
+    if user.strip() and not user.lstrip().startswith("--"):
+        return user
+    taken = flag_names(user)
+    return " ".join([*([user] if user else []), *(f"--{k}={v}" for k, v in ours.items() if k not in taken)])
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path | None:
+    """Where compiled programs are kept unless the user's JAX_COMPILATION_CACHE_DIR says otherwise.
+
+    LOCKSTEP_COMPILATION_CACHE=off switches it off. Machines of different CPUs that share a home have a directory each,
+    because a program compiled for one may not run on another.
+    """
+    if environ.get("LOCKSTEP_COMPILATION_CACHE", "").lower() in ("off", "0", "false"):
+        return None
+    root = environ.get("XDG_CACHE_HOME") or environ.get("HOME")
+    if not root:
+        return None
+    base = Path(root) if environ.get("XDG_CACHE_HOME") else Path(root) / ".cache"
+    return base / "lockstep" / "xla" / cpu_fingerprint()
+
+
+def cpu_fingerprint() -> str:
+    """A short name for this machine's kind of CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    except OSError:
+        wanted = [machine.processor()]
+    return f"{machine.machine()}-{sha256(repr(sorted(set(wanted))).encode()).hexdigest()[:8]}"
+
+
+def keep_compiled_programs(directory: Path) -> None:
+    """Switches the persistent compilation cache on; what the user set in JAX's own variables stays.
+
+    A directory that cannot be written is done without. On CPUs with several processes JAX keeps rank 0's programs only.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return
+        if not os.access(directory, os.W_OK):
+            return
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHE_MIN_COMPILE_SECONDS)
+
+
+def connect(
+    placement: Placement, local_device_ids: list[int] | None, init_seconds: float, shutdown_seconds: float
+) -> None:
+    """Meets the other processes, with every argument given so that JAX detects nothing by itself."""
+    # With the service on, SIGTERM would be swallowed: the worker would run on as if nothing had happened.
+    jax.config.update("jax_enable_preemption_service", False)
+    local = placement.coordinator.rsplit(":", 1)[0] in ("127.0.0.1", "localhost")
+    with without_proxies():
+        jax.distributed.initialize(
+            coordinator_address=placement.coordinator,
+            num_processes=placement.num_processes,
+            process_id=placement.rank,
+            local_device_ids=local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(init_seconds),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=math.ceil(shutdown_seconds),
+            # Elsewhere than on loopback JAX's own default stands: every address of this host.
+            coordinator_bind_address=placement.coordinator if local else None,
+        )
+
+
+@contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hides proxy variables for a while: the handshake would go through the proxy, and stall.
+
+    Only for a while, because data or checkpoints may well have to be fetched through it.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if "_proxy" in name.lower()}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

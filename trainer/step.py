@@ -1,0 +1,227 @@
+"""One step in three pure functions (contribute, exchange, apply), and the one program they are composed into.
+
+A *contribution* is a replica's gradient sum divided by the global weight: contributions add up to the gradient of the
+mean loss over the whole batch, however the batch was shared out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from trainer.mesh import AXES
+from trainer.optimizer import ema_params, global_norm
+from trainer.state import Parts, TrainState, specs, trainable_part, with_frozen
+from trainer.task import Batch, LossParts, Sums
+
+FAULT = "fault"
+"""Name of the optional rows that are added to the loss: NaN there is how a non-finite contribution is staged."""
+
+
+class Work(NamedTuple):
+    """How a global batch is cut up: ``num_virtual_replicas`` slices, in order, over the replicas of ``mesh``."""
+
+    mesh: Mesh
+    num_virtual_replicas: int
+    seed: int
+
+    @property
+    def rounds(self) -> int:
+        """Virtual replicas that each replica computes one after another."""
+        return self.num_virtual_replicas // self.mesh.size
+
+
+class Sum(NamedTuple):
+    """What a replica adds up over its virtual replicas."""
+
+    gradient: Any
+    loss: jax.Array
+    parts: LossParts
+
+
+class Report(NamedTuple):
+    """What the host learns of a step; the same on every replica.
+
+    step, num_updates, consecutive_skips: after the step.
+    metrics:      (sum, weight) of the loss and of the task's metrics.
+    examples:     real examples in the batch.
+    grad_norm:    global norm of the exchanged gradient, before clipping.
+    learning_rate: the one that the step's update uses.
+    non_finite:   float32 of shape (replicas,): 1 where a replica's own contribution was not finite.
+    applied:      whether the update was applied.
+    example_ids:  int32 of shape (global_batch,), -1 for padding; or None.
+    """
+
+    step: jax.Array
+    num_updates: jax.Array
+    consecutive_skips: jax.Array
+    metrics: Sums
+    examples: jax.Array
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    non_finite: jax.Array
+    applied: jax.Array
+    example_ids: jax.Array | None
+
+
+def sum_over_rounds(function: Callable[[jax.Array, Batch], Any], batch: Batch, rounds: int, first: jax.Array) -> Any:
+    """Adds up ``function(virtual_replica, rows)`` over this replica's virtual replicas, one after another.
+
+    Args:
+        function: from a virtual replica's index and its rows to a pytree of float32 arrays.
+        batch: this replica's rows; dim 0 is a multiple of ``rounds``.
+        rounds: how many virtual replicas there are in ``batch``.
+        first: index of the first of them.
+    """
+    if rounds == 1:
+        return function(first, batch)
+    slices = jax.tree.map(lambda rows: rows.reshape(rounds, rows.shape[0] // rounds, *rows.shape[1:]), batch)
+    indices = first + jnp.arange(rounds)
+    zero = jax.tree.map(
+        lambda shape: jnp.zeros(shape.shape, shape.dtype),
+        jax.eval_shape(function, first, jax.tree.map(lambda rows: rows[0], slices)),
+    )
+
+    def add(total: Any, item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(*item)), None
+
+    return jax.lax.scan(add, zero, (indices, slices))[0]
+
+
+def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight: jax.Array) -> Sum:
+    """This replica's contribution: the gradient summed over its rows and divided by the global ``weight``, in float32.
+
+    The loss, metrics and statistics with it are sums, not divided.
+    """
+    step_key = jax.random.fold_in(jax.random.key(work.seed), state.step)
+
+    def loss(trainable: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, LossParts]:
+        fault = rows.pop(FAULT, None)
+        params = with_frozen(trainable, state.params)
+        total, loss_parts = parts.task.loss(params, state.model_state, rows, key=key, axes=AXES)
+        return total if fault is None else total * (1 + jnp.sum(fault)), loss_parts
+
+    def one(virtual_replica: jax.Array, rows: Batch) -> Sum:
+        # Parameters are marked as varying, so that their gradient is not summed over the mesh behind our back.
+        trainable = jax.lax.pcast(trainable_part(parts, state.params), AXES, to="varying")
+        key = jax.random.fold_in(step_key, virtual_replica)
+        (total, loss_parts), gradient = jax.value_and_grad(loss, has_aux=True)(trainable, dict(rows), key)
+        return Sum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), total, loss_parts)
+
+    first = jax.lax.axis_index(AXES) * work.rounds
+    total = sum_over_rounds(one, batch, work.rounds, first)
+    divisor = jnp.where(weight > 0, weight, 1)
+    return total._replace(gradient=jax.tree.map(lambda leaf: leaf / divisor, total.gradient))
+
+
+def is_finite(contribution: Sum) -> jax.Array:
+    """Whether a replica's own loss and gradient are all finite."""
+    leaves = [contribution.loss, *jax.tree.leaves(contribution.gradient)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def exchange(parts: Parts, state: TrainState, contribution: Sum) -> tuple[Any, Any]:
+    """The sum of all contributions, identical bits on every replica, and the exchange's next state."""
+    return parts.sync.update(contribution.gradient, state.sync)
+
+
+def apply(parts: Parts, state: TrainState, gradient: Any, sync: Any, statistics: Any, wanted: jax.Array) -> TrainState:
+    """Clips, updates, and counts; where not ``wanted``, only the step is counted and all else stays as it was."""
+    trainable = trainable_part(parts, state.params)
+    updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable)
+    updated = state._replace(
+        num_updates=state.num_updates + 1,
+        params=with_frozen(optax.apply_updates(trainable, updates), state.params),
+        model_state=parts.task.next_model_state(state.model_state, statistics),
+        optimizer=optimizer,
+        sync=sync,
+    )
+    selected = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), updated, state)
+    return selected._replace(step=state.step + 1)
+
+
+def _step(
+    parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState, batch: Batch
+) -> tuple[TrainState, Report]:
+    ids = batch.pop("example_id", None)
+    weight, examples = jax.lax.psum((_weight(parts, batch), jnp.sum(batch["weight"])), AXES)
+    contribution = contribute(parts, work, state, batch, weight)
+    here = jax.nn.one_hot(jax.lax.axis_index(AXES), work.mesh.size)
+    flags = jnp.where(is_finite(contribution), 0.0, here)
+    gradient, sync = exchange(parts, state, contribution)
+    flags, loss, (metrics, statistics) = jax.lax.psum((flags, contribution.loss, contribution.parts), AXES)
+    norm = global_norm(gradient)
+    finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm)
+    wanted = finite & (weight > 0)
+    after = apply(parts, state, gradient, sync, statistics, wanted)
+    after = after._replace(consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1))
+    report = Report(
+        step=after.step,
+        num_updates=after.num_updates,
+        consecutive_skips=after.consecutive_skips,
+        metrics={"loss": (loss, weight), **metrics},
+        examples=examples,
+        grad_norm=norm,
+        learning_rate=jnp.asarray(schedule(state.num_updates), jnp.float32),
+        non_finite=flags,
+        applied=wanted,
+        example_ids=None if ids is None else jax.lax.all_gather(ids, AXES, tiled=True),
+    )
+    return after, report
+
+
+def _weight(parts: Parts, batch: Batch) -> jax.Array:
+    return parts.task.weight({name: rows for name, rows in batch.items() if name != FAULT})
+
+
+def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState) -> Any:
+    """The jitted program ``(state, batch) -> (state, Report)``; the state is donated.
+
+    Args:
+        state: the state, or its shapes. The batch is sharded by replica.
+    """
+    state_specs = specs(state)
+
+    def body(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        return _step(parts, work, schedule, state, dict(batch))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=work.mesh,
+        in_specs=(state_specs, PartitionSpec(AXES)),
+        out_specs=(state_specs, PartitionSpec()),
+        check_vma=False,  # the result of an exchange by ring cannot be typed as replicated
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def evaluation_program(parts: Parts, work: Work) -> Any:
+    """The jitted program ``(params, model_state, batch) -> Sums`` over all replicas, in inference mode."""
+
+    def body(params: Any, model_state: Any, batch: Batch) -> Sums:
+        rows = {name: value for name, value in batch.items() if name != "example_id"}
+
+        def one(virtual_replica: jax.Array, rows: Batch) -> Any:
+            del virtual_replica
+            return parts.task.evaluate(params, model_state, rows), jnp.sum(rows["weight"])
+
+        sums, examples = jax.lax.psum(sum_over_rounds(one, rows, work.rounds, jnp.int32(0)), AXES)
+        return {**sums, "examples": (examples, jnp.ones(()))}
+
+    mapped = jax.shard_map(
+        body,
+        mesh=work.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(AXES)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def params_to_evaluate(state: TrainState) -> Any:
+    """The parameters' moving average where the optimizer keeps one, or else the parameters."""
+    average = ema_params(state.optimizer)
+    return state.params if average is None else with_frozen(average, state.params)

@@ -1,0 +1,59 @@
+"""Leaves <-> buckets: which leaves travel together, and in which order.
+
+The backward pass finishes the last layer's gradient first, and trees are flattened in the forward order more often than
+not, so buckets are filled from the last leaf to the first. Each bucket is exchanged by itself, as soon as its leaves
+are there, while the rest of the backward pass still runs. The order is a guess only: a wrong one costs overlap, never
+correctness.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+Bucket = tuple[int, ...]
+"""Indices of the leaves that travel together."""
+
+Shape = tuple[int, ...]
+
+
+def plan(shapes: Sequence[Shape], bucket_bytes: float) -> list[Bucket]:
+    """Groups leaves of these shapes into buckets of about ``bucket_bytes`` of float32, from the last leaf to the first.
+
+    A leaf that fills half a bucket travels alone, and so uncopied. Leaves without elements do not travel at all.
+    With ``bucket_bytes`` 0 every leaf travels alone.
+
+    >>> plan([(1000,), (3,), (0,), (2, 2), (5,)], bucket_bytes=40)
+    [(4,), (0,), (3, 1)]
+    """
+    buckets: list[Bucket] = []
+    open_bucket, open_bytes = (), 0
+    for index in reversed(range(len(shapes))):
+        num_bytes = 4 * math.prod(shapes[index])
+        if 2 * num_bytes >= bucket_bytes:
+            buckets += [(index,)] if num_bytes else []
+            continue
+        if num_bytes == 0:
+            continue
+        if open_bytes + num_bytes > bucket_bytes:
+            buckets.append(open_bucket)
+            open_bucket, open_bytes = (), 0
+        open_bucket, open_bytes = (*open_bucket, index), open_bytes + num_bytes
+    return [*buckets, open_bucket] if open_bucket else buckets
+
+
+def pack(leaves: Sequence[jax.Array]) -> jax.Array:
+    """One float32 vector of all the leaves' elements; a single float32 leaf is only reshaped."""
+    vectors = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
+    return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
+
+
+def unpack(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    """Undoes ``pack``, but for the dtypes."""
+    leaves, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        leaves.append(vector[start : start + size].reshape(shape))
+        start += size
+    return leaves

@@ -1,0 +1,120 @@
+"""The alpha-beta cost model: what an exchange takes, from messages and bytes; fitted to measurements, kept as JSON.
+
+Hockney, "The communication challenge for MPP" (1994): a message takes alpha seconds, and beta seconds for each byte.
+Here each level has its own pair, the two levels' times add up, and each exchange has a fixed cost besides.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.errors import InputRefused
+from trainer.sync.accounting import LevelTraffic, Traffic
+
+
+class CostModel(NamedTuple):
+    """One level's link."""
+
+    seconds_per_message: float
+    seconds_per_byte: float
+
+    def seconds(self, level: LevelTraffic) -> float:
+        """How long the level is busy: its rounds one after another, and the bytes of its busiest link."""
+        return self.seconds_per_message * level.rounds + self.seconds_per_byte * level.critical_bytes
+
+
+class Profile(NamedTuple):
+    """Both levels' links as they were measured, and the seconds that an exchange takes however small it is."""
+
+    fast: CostModel
+    slow: CostModel
+    seconds_per_exchange: float = 0.0
+
+
+class Sample(NamedTuple):
+    """One measured exchange."""
+
+    traffic: Traffic
+    seconds: float
+
+
+def predict(profile: Profile, traffic: Traffic) -> float:
+    """The seconds that an exchange takes if nothing else goes on.
+
+    >>> from trainer.sync.accounting import traffic
+    >>> link = CostModel(seconds_per_message=1e-3, seconds_per_byte=1e-9)
+    >>> counted = traffic(np.zeros(250_000, np.float32), 4, 1, algorithm="ring")
+    >>> round(predict(Profile(fast=link, slow=link), counted), 6)  # 6 messages, 1.5 MB
+    0.0075
+    """
+    return profile.seconds_per_exchange + profile.fast.seconds(traffic.fast) + profile.slow.seconds(traffic.slow)
+
+
+def fit(samples: Sequence[Sample]) -> Profile:
+    """The profile, with no negative number in it, whose *relative* errors on ``samples`` have the least squares.
+
+    A level that no sample crosses gets zeros.
+
+    Raises:
+        InputRefused: a time that is not positive and finite, or no samples.
+    """
+    if not samples:
+        raise InputRefused("a cost model cannot be fitted to no samples: measure some exchanges first")
+    if bad := [sample.seconds for sample in samples if not 0 < sample.seconds < math.inf]:
+        raise InputRefused(f"a cost model cannot be fitted to a sample of {bad[0]} seconds: times are positive")
+    rows = np.array([_features(sample.traffic) for sample in samples])
+    relative = rows / np.array([sample.seconds for sample in samples])[:, None]
+    values = _non_negative_least_squares(relative)
+    return Profile(CostModel(values[0], values[1]), CostModel(values[2], values[3]), values[4])
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Writes a profile as JSON."""
+    text = {
+        "fast": profile.fast._asdict(),
+        "slow": profile.slow._asdict(),
+        "seconds_per_exchange": profile.seconds_per_exchange,
+    }
+    path.write_text(json.dumps(text, indent=2) + "\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads what ``write_profile`` wrote.
+
+    Raises:
+        InputRefused: there is no such file, or it holds something else.
+    """
+    try:
+        text = json.loads(path.read_text())
+        profile = Profile(CostModel(**text["fast"]), CostModel(**text["slow"]), text["seconds_per_exchange"])
+        numbers = [*profile.fast, *profile.slow, profile.seconds_per_exchange]
+        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
+            raise ValueError("every number must be finite and not negative")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputRefused(f"{path} is no profile of links ({error}): measure one with 'lockstep bench sync'") from error
+    return profile
+
+
+def _features(traffic: Traffic) -> list[float]:
+    fast, slow = traffic.fast, traffic.slow
+    return [fast.rounds, fast.critical_bytes, slow.rounds, slow.critical_bytes, 1.0]
+
+
+def _non_negative_least_squares(rows: np.ndarray) -> list[float]:
+    """The x >= 0 for which rows @ x is nearest to ones. With so few columns every subset of them can be tried."""
+    scale = np.abs(rows).max(axis=0)
+    columns = [column for column in range(rows.shape[1]) if scale[column] > 0]
+    best, best_error = np.zeros(rows.shape[1]), math.inf
+    for count in range(1, len(columns) + 1):
+        for chosen in map(list, itertools.combinations(columns, count)):
+            values = np.linalg.lstsq(rows[:, chosen] / scale[chosen], np.ones(len(rows)), rcond=None)[0]
+            error = float(np.sum((rows[:, chosen] / scale[chosen] @ values - 1) ** 2))
+            if values.min() >= 0 and error < best_error - 1e-12:
+                best, best_error = np.zeros(rows.shape[1]), error
+                best[chosen] = values / scale[chosen]
+    return best.tolist()

@@ -1,0 +1,121 @@
+"""Levels: the groups of replicas among which one stage of an exchange runs, with the messages they can send.
+
+An algorithm is written once, against a ``Level``; whether its members are a whole mesh axis (``shard_map``) or groups
+within one flat axis (``pmap``) is settled here, and so is what a platform does well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from trainer.errors import SettingsRefused
+
+Pairs = Sequence[tuple[int, int]]
+"""Who sends to whom: (sender, receiver), as member indices within a group. Nobody receives twice."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Groups of ``size`` replicas each; what is called on a level happens in all its groups at once.
+
+    axes:   the mapped axes that the collectives run over, flattened in row-major order.
+    size:   members of a group.
+    groups: the groups, as indices along ``axes``; None: all of ``axes`` is one group.
+    has_psum_scatter: whether a reduce-scatter may rest on ``lax.psum_scatter``.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+    has_psum_scatter: bool = False
+
+    def index(self) -> jax.Array:
+        """This replica's member index within its group, an int32 scalar."""
+        index = jax.lax.axis_index(self.axes)
+        if self.groups is None:
+            return index
+        member = {replica: position for group in self.groups for position, replica in enumerate(group)}
+        return jnp.asarray([member[replica] for replica in range(len(member))], jnp.int32)[index]
+
+    def permute(self, x: jax.Array, pairs: Pairs) -> jax.Array:
+        """One message along each of ``pairs``; whoever receives nothing gets zeros."""
+        if self.groups is not None:
+            pairs = [(group[sender], group[receiver]) for group in self.groups for sender, receiver in pairs]
+        return jax.lax.ppermute(x, self.axes, list(pairs))
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        """XLA's own sum over the group."""
+        return jax.lax.psum(x, self.axes, axis_index_groups=self._lists())
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """The members' vectors, each of shape (n,), one after another: (size * n,)."""
+        return jax.lax.all_gather(x, self.axes, axis_index_groups=self._lists(), tiled=True)
+
+    def reduce_scatter(self, chunks: jax.Array) -> jax.Array:
+        """Row i of the sum over the group, on member i: (size, n) -> (n,).
+
+        On CPUs it is an all-to-all and a local sum, since there a ``psum_scatter`` across processes fails as soon as a
+        peer is late.
+        """
+        if self.has_psum_scatter:
+            return jax.lax.psum_scatter(chunks, self.axes, scatter_dimension=0, axis_index_groups=self._lists())
+        mine = jax.lax.all_to_all(chunks, self.axes, 0, 0, axis_index_groups=self._lists())
+        return jnp.sum(mine, axis=0)
+
+    def _lists(self) -> list[list[int]] | None:
+        return None if self.groups is None else [list(group) for group in self.groups]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All replicas as one level, and as two: ``fast`` within a node, ``slow`` between the nodes' n-th devices.
+
+    A replica's index is its position in row-major order, so that replica r sits on node r // fast.size.
+    """
+
+    flat: Level
+    fast: Level
+    slow: Level
+
+
+def divide(sizes: Sequence[int], devices_per_node: int | None) -> tuple[int, int]:
+    """``(nodes, devices per node)`` of axes of these sizes: the last axis counts a node's devices, the others nodes.
+
+    A single axis is cut into nodes of ``devices_per_node``; without that every device is a node of its own.
+
+    Raises:
+        SettingsRefused: nodes of ``devices_per_node`` do not fit.
+    """
+    total = 1
+    for size in sizes:
+        total *= size
+    local = sizes[-1] if len(sizes) > 1 else 1
+    if devices_per_node is None:
+        return total // local, local
+    if devices_per_node < 1 or total % devices_per_node:
+        fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise SettingsRefused(
+            f"devices_per_node = {devices_per_node} does not divide the {total} replicas: choose one of {fitting}"
+        )
+    if len(sizes) > 1 and devices_per_node != local:
+        raise SettingsRefused(
+            f"devices_per_node = {devices_per_node}, but the last of the axes counts {local} devices: leave it out, "
+            "for it is only needed with a single axis"
+        )
+    return total // devices_per_node, devices_per_node
+
+
+def topology(
+    axes: tuple[str, ...], sizes: Sequence[int], devices_per_node: int | None = None, platform: str = "cpu"
+) -> Topology:
+    """The levels of mapped axes of these sizes (see ``divide``); ``platform`` as JAX names it."""
+    nodes, local = divide(sizes, devices_per_node)
+    scatters = platform != "cpu"
+    flat = Level(axes, nodes * local, None, scatters)
+    if len(axes) > 1:
+        return Topology(flat, Level(axes[-1:], local, None, scatters), Level(axes[:-1], nodes, None, scatters))
+    within = tuple(tuple(range(node * local, (node + 1) * local)) for node in range(nodes))
+    across = tuple(zip(*within, strict=True))
+    return Topology(flat, Level(axes, local, within, scatters), Level(axes, nodes, across, scatters))

@@ -1,0 +1,215 @@
+"""The exchange as an optax transformation, for use inside ``shard_map`` and ``pmap``."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from trainer.errors import SettingsRefused
+from trainer.sync import buckets, collectives
+from trainer.sync.choice import Links, choose
+from trainer.sync.cost import Profile
+from trainer.sync.levels import divide, topology
+from trainer.sync.state import SyncState
+
+
+class _Settings(NamedTuple):
+    """The arguments of ``all_reduce``."""
+
+    algorithm: str
+    across: str
+    axes: tuple[str, ...]
+    devices_per_node: int | None
+    bucket_mib: float | str
+    reduce: str
+    output_dtype: DTypeLike | None
+    profile: Profile | None
+
+
+def all_reduce(
+    mesh: Mesh | None = None,
+    *,
+    algorithm: str = "auto",
+    across: str = "auto",
+    axes: str | Sequence[str] = ("node", "local"),
+    devices_per_node: int | None = None,
+    bucket_mib: float | Literal["auto"] = "auto",
+    reduce: Literal["mean", "sum"] = "mean",
+    output_dtype: DTypeLike | None = None,
+    profile: Profile | None = None,
+) -> optax.GradientTransformation:
+    """Replaces each replica's updates by their mean, or their sum, over all replicas: identical bits on every one.
+
+    It is summed in float32, which is also what is on the wire, and returned in each leaf's own dtype, or in
+    ``output_dtype``. Leaves are floating-point, of any shape, the empty ones too. To be called inside
+    ``jax.shard_map(..., check_vma=False)``, or inside ``jax.pmap`` with ``axes`` the one name that it maps over.
+    ``init`` can be called anywhere.
+
+    Args:
+        mesh: the mesh of the surrounding ``shard_map``. Without it the arguments that need it are checked when the
+            loop is traced, and no earlier.
+        algorithm: "xla", "ring", "tree", "hierarchical", "central" (see collectives.py), or "auto" (see choice.py).
+        across: how "hierarchical" goes across nodes: "ring", "tree", "xla" or "auto".
+        axes: the mapped axes to reduce over. The last of several counts a node's devices.
+        devices_per_node: with a single axis: how many neighbouring replicas share a node.
+        bucket_mib: leaves are exchanged together in buckets of about this size; a leaf of half of it goes alone.
+        reduce: "mean" for a loop whose replicas hold means over equally many examples; "sum" for contributions, which
+            are already divided by the global weight.
+        output_dtype: the dtype of the result.
+        profile: measured links, from which "auto" predicts what is quickest.
+
+    Raises:
+        SettingsRefused: an argument that cannot be; a topology on which the algorithm cannot work. What only the
+            surrounding loop can tell is refused, likewise in one line, when it is traced: before anything compiles.
+
+    >>> mesh = jax.make_mesh((2, 4), ("node", "local"))
+    >>> sync = all_reduce(mesh, algorithm="hierarchical")
+    >>> def step(gradient):
+    ...     return sync.update(gradient, sync.init(gradient))[0]
+    >>> spec = jax.P(("node", "local"))
+    >>> step = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False)
+    >>> print(step(jnp.arange(8.0)))
+    [3.5]
+
+    >>> sync = all_reduce(axes="replica", devices_per_node=4, algorithm="ring", reduce="sum")
+    >>> print(jax.pmap(lambda x: sync.update(x, sync.init(x))[0], axis_name="replica")(jnp.arange(8.0)))
+    [28. 28. 28. 28. 28. 28. 28. 28.]
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    settings = _Settings(algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile)
+    _check(settings)
+    if mesh is not None:
+        _check_sizes(settings, _sizes_in(mesh, names))
+
+    def init(params: optax.Params) -> SyncState:
+        del params
+        return SyncState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return _exchange(settings, mesh, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
+    leaves, structure = jax.tree.flatten(updates)
+    sizes = _sizes_here(settings, mesh)
+    _check_sizes(settings, sizes)
+    _check_leaves(updates)
+    num_replicas, dtype = math.prod(sizes), settings.output_dtype
+    summed = _sum(settings, mesh, sizes, leaves) if num_replicas > 1 else leaves
+
+    def finish(total: jax.Array, given: jax.Array) -> jax.Array:
+        value = total / num_replicas if settings.reduce == "mean" and num_replicas > 1 else total
+        return value.astype(given.dtype if dtype is None else dtype)
+
+    return structure.unflatten([finish(total, given) for total, given in zip(summed, leaves, strict=True)])
+
+
+def _sum(
+    settings: _Settings, mesh: Mesh | None, sizes: Sequence[int], leaves: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """The float32 sums of the leaves over all replicas, bucket by bucket."""
+    links = _links(settings, mesh, sizes)
+    choice = choose(
+        list(leaves),
+        links,
+        algorithm=settings.algorithm,
+        across=settings.across,
+        bucket_mib=settings.bucket_mib,
+        profile=settings.profile,
+    )
+    levels = topology(settings.axes, sizes, settings.devices_per_node, links.platform)
+    sums = [leaf.astype(jnp.float32) for leaf in leaves]
+    for bucket in buckets.plan([leaf.shape for leaf in leaves], choice.bucket_mib * 2**20):
+        total = collectives.all_reduce(
+            buckets.pack([leaves[index] for index in bucket]), levels, choice.algorithm, choice.across
+        )
+        for index, leaf in zip(bucket, buckets.unpack(total, [leaves[i].shape for i in bucket]), strict=True):
+            sums[index] = leaf
+    return sums
+
+
+def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Links:
+    nodes, local = divide(sizes, settings.devices_per_node)
+    if isinstance(mesh, Mesh):
+        devices = mesh.devices.flat
+        return Links(nodes, local, len({device.process_index for device in devices}), devices[0].platform)
+    return Links(nodes, local, jax.process_count(), jax.default_backend())
+
+
+def _check(settings: _Settings) -> None:
+    """Refuses what no mesh could make right."""
+    algorithm, across, bucket_mib = settings.algorithm, settings.across, settings.bucket_mib
+    if algorithm not in ("auto", *collectives.ALGORITHMS):
+        known = ", ".join(sorted(collectives.ALGORITHMS))
+        raise SettingsRefused(f"sync.algorithm = {algorithm!r}: choose one of auto, {known}")
+    if across not in ("auto", *collectives.ACROSS):
+        raise SettingsRefused(f"sync.across = {across!r}: choose one of auto, {', '.join(collectives.ACROSS)}")
+    if across != "auto" and algorithm not in ("auto", "hierarchical"):
+        raise SettingsRefused(
+            f"sync.across = {across!r}: sync.algorithm = {algorithm!r} would ignore it, for it belongs to 'hierarchical'"
+        )
+    if bucket_mib != "auto" and not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
+        raise SettingsRefused(f"sync.bucket_mib = {bucket_mib!r}: give a size above 0 in MiB, or 'auto'")
+    if settings.reduce not in ("mean", "sum"):
+        raise SettingsRefused(f"reduce = {settings.reduce!r}: choose 'mean' or 'sum'")
+    if not settings.axes or len(set(settings.axes)) < len(settings.axes):
+        raise SettingsRefused(f"axes = {settings.axes}: name each axis to reduce over once")
+    if settings.output_dtype is not None and not jnp.issubdtype(settings.output_dtype, jnp.floating):
+        raise SettingsRefused(f"output_dtype = {settings.output_dtype!r}: choose a floating-point dtype")
+    if algorithm == "hierarchical" and len(settings.axes) == 1 and settings.devices_per_node is None:
+        raise SettingsRefused(
+            f"sync.algorithm = 'hierarchical' needs two levels, and axes = {settings.axes} is one: "
+            "set devices_per_node, or take a mesh with an axis for nodes and one for the devices within"
+        )
+
+
+def _check_sizes(settings: _Settings, sizes: Sequence[int]) -> None:
+    """Refuses nodes that do not fit the axes."""
+    divide(sizes, settings.devices_per_node)
+
+
+def _sizes_in(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+    """The sizes of the axes in ``mesh``, or a refusal if it lacks one."""
+    if missing := [axis for axis in axes if axis not in mesh.axis_names]:
+        raise SettingsRefused(f"axes = {axes}: the mesh has no axis {missing[0]!r}, only {tuple(mesh.axis_names)}")
+    return [mesh.shape[axis] for axis in axes]
+
+
+def _sizes_here(settings: _Settings, mesh: Mesh | None) -> list[int]:
+    """The sizes of the axes where this is being traced, or a refusal if it is no place to exchange anything."""
+    axes = settings.axes
+    try:
+        sizes, index = [jax.lax.axis_size(axis) for axis in axes], jax.lax.axis_index(axes)
+    except NameError as error:
+        raise SettingsRefused(
+            f"the exchange was called where the axes {axes} are not mapped: call it inside jax.shard_map over a mesh "
+            "that has them, or inside jax.pmap with that axis_name, and give all_reduce those axes"
+        ) from error
+    if mesh is not None and sizes != _sizes_in(mesh, axes):
+        raise SettingsRefused(
+            f"all_reduce was given a mesh whose axes {axes} have sizes {_sizes_in(mesh, axes)}, and is called where they "
+            f"have {sizes}: give it the mesh of the surrounding shard_map"
+        )
+    if jax.typeof(index).manual_axis_type.varying:
+        raise SettingsRefused(
+            "the exchange was called inside jax.shard_map(..., check_vma=True): set check_vma=False, for the result of "
+            "an exchange by messages cannot be typed as replicated, and gradients would be summed twice"
+        )
+    return sizes
+
+
+def _check_leaves(updates: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise SettingsRefused(
+                f"the leaf {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: only floating-point leaves can be "
+                "exchanged; wrap the transformation in optax.masked to leave others out"
+            )
