@@ -45,8 +45,8 @@ class BatchNorm(nnx.Module):
             axes = mode.axes if self.scope == "global" else ()
             mean, var, weight = weighted_moments(x, mode.weight, axes)
             self.statistics = Statistics({"mean": weight * mean, "var": weight * var, "weight": weight})
-            # Padding had no share in these moments. Scaled by them, 1 / sqrt(epsilon) at worst, it could overflow within
-            # a few layers, and 0 * inf is a NaN in the gradient. So it takes the mean's place, and comes out as the bias.
+            # Padding had no share in these moments. Scaled by them, 1 / sqrt(epsilon) at worst, it could overflow
+            # within a few layers, and 0 * inf is a NaN in the gradient. So it is set to the mean: out comes the bias.
             x = jnp.where(_like(x, mode.weight) > 0, x, mean)
         factor = self.scale[...] * jax.lax.rsqrt(var + self.epsilon)
         return ((x - mean) * factor + self.bias[...]).astype(self.dtype)

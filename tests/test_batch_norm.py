@@ -58,7 +58,7 @@ def test_moments_do_not_depend_on_the_number_of_devices(shape):
     moments = over_replicas(
         lambda x, w: weighted_moments(x, w, AXES)[:2], shape, in_specs=(P(AXES), P(AXES)), out_specs=P()
     )
-    # Float32 sums of 20 values: measured 2e-7 relative.
+    # Float32 sums of 20 values: measured 1e-7 relative.
     for ours, naive in zip(moments(x, weight), naive_moments(x, weight), strict=True):
         np.testing.assert_allclose(ours, naive, rtol=1e-6)
 
@@ -68,13 +68,14 @@ def test_variance_survives_a_large_mean():
     x = (1e4 + np.random.default_rng(2).normal(0, 1, (64, 5))).astype(np.float32)
     weight = np.ones(64, np.float32)
     _, var, _ = weighted_moments(jnp.asarray(x), jnp.asarray(weight), ())
-    np.testing.assert_allclose(var, naive_moments(x, weight)[1], rtol=1e-4)
+    np.testing.assert_allclose(var, naive_moments(x, weight)[1], rtol=5e-6)  # measured 1.6e-6
 
 
 def test_no_weight_at_all_is_finite():
     x, weight = example()
     mean, var, total = weighted_moments(jnp.asarray(x), jnp.zeros_like(weight), ())
-    assert not mean.any() and not var.any()
+    assert not mean.any()
+    assert not var.any()
     assert total == 0
     _, gradient = layer_gradient(x, np.zeros_like(weight), (1, 1), "global")
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
@@ -131,8 +132,8 @@ def test_gradient_through_the_sum_equals_the_union_batch(shape):
     expected, of_rows = union_gradient(x, weight)
     expected["x"][weight > 0] = of_rows
     _, gradient = layer_gradient(x, weight, shape, "global")
-    # Measured: 6e-7 absolute on gradients of size 1.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-6), gradient, expected)
+    # Measured: 2.4e-6 absolute on gradients of size 9.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=5e-6), gradient, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -163,7 +164,8 @@ def test_next_running_mixes_old_and_new():
 def test_next_running_without_weight_keeps_every_bit():
     state = {"norm": {"mean": jnp.array([0.1]), "var": jnp.array([0.3])}}
     recorded = {"mean": jnp.zeros(1), "var": jnp.zeros(1), "weight": jnp.zeros(())}
-    new = next_running(state, {"norm": {"statistics": recorded}}, 0.9)
+    with jax.debug_nans(True):  # nor is there a NaN on the way, which would stop a user who looks for one
+        new = next_running(state, {"norm": {"statistics": recorded}}, 0.9)
     jax.tree.map(np.testing.assert_array_equal, new, state)
 
 
@@ -202,5 +204,5 @@ def test_stacked_layers_do_not_depend_on_the_number_of_devices():
     one, four = block_step((1, 1), (x, weight)), block_step((2, 2), (x, weight))
     assert np.abs(one[1]["shortcut_norm"]["mean"]).max() > 0
     for ours, expected in zip(jax.tree.leaves(four), jax.tree.leaves(one), strict=True):
-        # By norm of the leaf; measured 4e-6.
-        assert np.linalg.norm(ours - expected) <= 2e-5 * np.linalg.norm(expected)
+        # By norm of the leaf; measured 7e-7.
+        assert np.linalg.norm(ours - expected) <= 3e-6 * np.linalg.norm(expected)

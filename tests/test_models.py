@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -146,8 +147,14 @@ def test_dropout_follows_the_key(name):
 
 
 @every_task
+def test_evaluation_drops_nothing(name):
+    task, batch = TASKS[name], make_batch(TASKS[name])
+    assert_same_bits(evaluation(task, batch), evaluation(replace(task, dropout=0.0), batch))
+
+
+@every_task
 def test_evaluation_adds_up_over_parts(name):
-    """Also shows that evaluation draws nothing and that its batch-norm looks at no other row."""
+    """Also shows that batch-norm then looks at no other row."""
     task, batch = TASKS[name], make_batch(TASKS[name])
     whole = evaluation(task, batch)
     assert set(whole) == {"loss", "accuracy"}
@@ -162,9 +169,8 @@ def test_evaluation_adds_up_over_parts(name):
 
 @pytest.mark.parametrize("name", ["mlp", "vit", "gpt"])
 def test_bfloat16_gradients_are_float32_and_near(name):
-    plain = {**vars(TASKS[name]), "dropout": 0.0}
-    fields = {key: value for key, value in plain.items() if not key.startswith("_")}
-    exact, half = type(TASKS[name])(**fields), type(TASKS[name])(**{**fields, "compute_dtype": "bfloat16"})
+    exact = replace(TASKS[name], dropout=0.0)
+    half = replace(exact, compute_dtype="bfloat16")
     batch = make_batch(exact)
     (loss, _), gradient = train_pass(exact, batch)
     (half_loss, _), half_gradient = train_pass(half, batch)
@@ -174,8 +180,8 @@ def test_bfloat16_gradients_are_float32_and_near(name):
     scale = max(np.linalg.norm(leaf) for leaf in jax.tree.leaves(gradient))
     for ours, expected in zip(jax.tree.leaves(half_gradient), jax.tree.leaves(gradient), strict=True):
         assert ours.dtype == np.float32
-        print("RATIO", np.linalg.norm(ours - expected) / np.linalg.norm(expected), np.linalg.norm(expected) / scale)
-        assert np.linalg.norm(ours - expected) <= 0.02 * np.linalg.norm(expected) + 0.005 * scale
+        # By norm of the leaf; bfloat16 keeps 8 bits. Measured 0.016 for gpt, less for the others.
+        assert np.linalg.norm(ours - expected) <= 0.03 * (np.linalg.norm(expected) + 0.1 * scale)
 
 
 @pytest.mark.parametrize(

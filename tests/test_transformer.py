@@ -66,6 +66,11 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+def assert_near(ours, expected):
+    """Float32 against float64, relative to the largest entry: measured 4e-7."""
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
 def make_gpt(tied=True):
     return GPT(vocab_size=13, context_length=7, width=12, depth=2, num_heads=3, tie_embeddings=tied)
 
@@ -81,7 +86,7 @@ def test_gpt_equals_numpy(tied, length):
     for row, ours in zip(tokens, logits, strict=True):
         x = blocks(exact["embed"]["embedding"][row] + exact["position"][:length], exact, 3, causal=True)
         expected = x @ exact["embed"]["embedding"].T if tied else linear(x, exact["head"])
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-5)
+        assert_near(ours, expected)
 
 
 def test_gpt_sees_no_later_token():
@@ -130,7 +135,7 @@ def test_vit_equals_numpy(pooling):
         x = np.concatenate([exact["cls"][None], x]) if pooling == "cls" else x
         x = blocks(x + exact["position"], exact, 3, causal=False)
         expected = linear(x[0] if pooling == "cls" else x.mean(0), exact["head"])
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-5)
+        assert_near(ours, expected)
 
 
 def test_untouched_gpt_starts_near_the_uniform_loss():
@@ -138,4 +143,4 @@ def test_untouched_gpt_starts_near_the_uniform_loss():
     params, _ = jax.jit(task.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (4, 17), 0, 256)
     loss, weight = jax.jit(task.evaluate)(params, {}, {"tokens": tokens, "weight": jnp.ones(4)})["loss"]
-    np.testing.assert_allclose(loss / weight, np.log(256), rtol=0.01)
+    np.testing.assert_allclose(loss / weight, np.log(256), rtol=0.005)  # measured 0.001

@@ -82,8 +82,11 @@ class Checkpoints:
 
     def read(self, step: int, item: str) -> Any:
         """One item's arrays on the host, in nested dicts and lists, whatever mesh and optimizer they came from."""
-        with ocp.StandardCheckpointer() as reader:
-            return jax.tree.map(np.asarray, reader.restore(f"{self.path(step)}/{item}"))
+        path = f"{self.path(step)}/{item}"
+        with ocp.PyTreeCheckpointer() as reader:
+            leaves = reader.metadata(path).item_metadata.tree
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+            return reader.restore(path, restore_args=as_numpy)
 
     def wait(self) -> None:
         """Waits until what was saved is on disk; raises what went wrong there."""

@@ -221,8 +221,18 @@ class Mesh(Settings):
 class Sync(Settings):
     """The exchange of gradients."""
 
-    algorithm: Literal["auto", "xla"] = "auto"
-    """How contributions are summed."""
+    algorithm: Literal["auto", "xla", "ring", "tree", "hierarchical", "central"] = "auto"
+    """How contributions are summed; central only to be measured against."""
+    across: Literal["auto", "ring", "tree", "xla"] = "auto"
+    """How the hierarchical exchange goes across nodes."""
+    bucket_mib: PositiveFloat | Literal["auto"] = "auto"
+    """Gradients are exchanged together in buckets of about this size."""
+
+    @model_validator(mode="after")
+    def _across_is_read(self) -> "Sync":
+        if self.across != "auto" and self.algorithm not in ("auto", "hierarchical"):
+            _refuse([f'across: the algorithm "{self.algorithm}" would ignore it; it is for "hierarchical"'])
+        return self
 
 
 class Timeouts(Settings):

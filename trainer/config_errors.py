@@ -65,7 +65,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as TOML writes it, on one line and cut short.
+    """A value as TOML writes it, on one line and cut short; None is 'nothing'.
 
     >>> shown({"rate": 0.1, "names": ("a", "b"), "on": True})
     '{ rate = 0.1, names = ["a", "b"], on = true }'
@@ -241,6 +241,8 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
+    if value is None:
+        return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

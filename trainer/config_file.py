@@ -137,7 +137,7 @@ def check_resume(saved: Config, now: Config) -> None:
     "auto" means that number, any other is refused, and accumulate_steps follows from it.
     """
     refused = [
-        f"{key} = {_shown_or_none(new)}: the run was started with {_shown_or_none(old)}, and a resumed run must keep it"
+        f"{key} = {shown(new)}: the run was started with {shown(old)}, and a resumed run must keep it"
         for key, old, new in differences(saved, now)
         if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER_ON_RESUME)
         and not (key == "mesh.virtual_replicas" and new == "auto")
@@ -298,7 +298,3 @@ def _redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
         return REDACTED if isinstance(value, str) and value and _SECRET.search(key) else value
 
     return {key: clean(key, value) for key, value in tree.items()}
-
-
-def _shown_or_none(value: Any) -> str:
-    return "nothing" if value is None else shown(value)

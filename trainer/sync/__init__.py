@@ -1,9 +1,9 @@
 """The exchange: how replicas agree on a gradient.
 
 ``all_reduce`` is an ordinary optax transformation, for our train step and for anybody else's loop. Read
-transform.py first, which ties the pieces together; then collectives.py with ring.py and tree.py, the algorithms, written
-against levels.py; buckets.py, what travels together; state.py, what is carried from step to step; and accounting.py,
-cost.py and choice.py: what an exchange sends, how long that takes, and which algorithm "auto" therefore means.
+transform.py first, which ties the pieces together; then collectives.py with ring.py and tree.py, the algorithms,
+written against levels.py; buckets.py, what travels together; state.py, what is carried from step to step; and
+accounting.py, cost.py and choice.py: what an exchange sends, how long that takes, and which algorithm "auto" means.
 """
 
 from trainer.sync.accounting import Traffic, payload_bytes, traffic

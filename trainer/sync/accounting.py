@@ -1,8 +1,8 @@
 """Messages and wire bytes of an exchange, per device and level, counted from shapes.
 
 Everything is on the wire in float32. XLA's own all-reduce and all-gather are counted as rings, which is what Gloo and
-NCCL do with large vectors, and its all-to-all as one message to each other member; whether a library sends small vectors
-in fewer, larger messages is not visible here.
+NCCL do with large vectors, and its all-to-all as one message to each other member; whether a library sends small
+vectors in fewer, larger messages is not visible here.
 """
 
 import math

@@ -81,8 +81,9 @@ def choose(
     if links.devices_per_node == 1:
         return Choice("xla", "ring", bucket_mib, "xla, since nodes of one device have no fast link to make use of")
     known = across if across != "auto" else "ring"
-    share = f"only 1/{links.devices_per_node} of the gradient then crosses the slow link between {links.num_nodes} nodes"
-    return Choice("hierarchical", known, bucket_mib, f"hierarchical over {known}, since {share}")
+    share = f"only 1/{links.devices_per_node} of the gradient"
+    why = f"hierarchical over {known}, since {share} then crosses the slow link between {links.num_nodes} nodes"
+    return Choice("hierarchical", known, bucket_mib, why)
 
 
 def _quickest(gradient: Any, links: Links, across: str, bucket_mib: float, profile: Profile) -> Choice:
@@ -95,9 +96,7 @@ def _quickest(gradient: Any, links: Links, across: str, bucket_mib: float, profi
         )
         return predict(profile, counted)
 
-    candidates = [
-        (kind, over) for kind, over in CANDIDATES if kind != "hierarchical" or across in ("auto", over)
-    ]
+    candidates = [(kind, over) for kind, over in CANDIDATES if kind != "hierarchical" or across in ("auto", over)]
     times = {candidate: seconds(candidate) for candidate in candidates}
     kind, over = min(times, key=lambda candidate: times[candidate])
     name = f"hierarchical over {over}" if kind == "hierarchical" else kind

@@ -35,11 +35,11 @@ def state_specs(state: Any, axes: tuple[str, ...] = ("node", "local")) -> Any:
     >>> state_specs({"count": 0, "sync": SyncState(by_node={"w": jnp.zeros((2, 3))})})["sync"].by_node
     {'w': P('node',)}
     """
+    nodes = PartitionSpec(axes[0] if len(axes) == 2 else axes[:-1])
 
     def of(found: SyncState) -> SyncState:
-        nodes = axes[0] if len(axes) <= 2 else axes[:-1]
         return SyncState(
-            jax.tree.map(lambda _: PartitionSpec(nodes), found.by_node),
+            jax.tree.map(lambda _: nodes, found.by_node),
             jax.tree.map(lambda _: PartitionSpec(axes), found.by_replica),
         )
 
@@ -68,7 +68,10 @@ def resize(state: Any, num_owners: int) -> Any:
         mean = jnp.mean(jnp.asarray(residual, jnp.float32), axis=0, keepdims=True)
         return jnp.broadcast_to(mean, (num_owners, *mean.shape[1:])).astype(residual.dtype)
 
-    return _map(lambda found: SyncState(*jax.tree.map(leaf, tuple(found))), lambda other: other, state)
+    def of(found: SyncState) -> SyncState:
+        return SyncState(jax.tree.map(leaf, found.by_node), jax.tree.map(leaf, found.by_replica))
+
+    return _map(of, lambda other: other, state)
 
 
 def _map(of_sync: Callable[[SyncState], Any], of_other: Callable[[Any], Any], state: Any) -> Any:

@@ -67,7 +67,7 @@ def all_reduce(
         SettingsRefused: an argument that cannot be; a topology on which the algorithm cannot work. What only the
             surrounding loop can tell is refused, likewise in one line, when it is traced: before anything compiles.
 
-    >>> mesh = jax.make_mesh((2, 4), ("node", "local"))
+    >>> mesh = jax.make_mesh((2, 4), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     >>> sync = all_reduce(mesh, algorithm="hierarchical")
     >>> def step(gradient):
     ...     return sync.update(gradient, sync.init(gradient))[0]
@@ -154,7 +154,7 @@ def _check(settings: _Settings) -> None:
         raise SettingsRefused(f"sync.across = {across!r}: choose one of auto, {', '.join(collectives.ACROSS)}")
     if across != "auto" and algorithm not in ("auto", "hierarchical"):
         raise SettingsRefused(
-            f"sync.across = {across!r}: sync.algorithm = {algorithm!r} would ignore it, for it belongs to 'hierarchical'"
+            f"sync.across = {across!r}: sync.algorithm = {algorithm!r} would ignore it; it is for 'hierarchical'"
         )
     if bucket_mib != "auto" and not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
         raise SettingsRefused(f"sync.bucket_mib = {bucket_mib!r}: give a size above 0 in MiB, or 'auto'")
@@ -195,8 +195,8 @@ def _sizes_here(settings: _Settings, mesh: Mesh | None) -> list[int]:
         ) from error
     if mesh is not None and sizes != _sizes_in(mesh, axes):
         raise SettingsRefused(
-            f"all_reduce was given a mesh whose axes {axes} have sizes {_sizes_in(mesh, axes)}, and is called where they "
-            f"have {sizes}: give it the mesh of the surrounding shard_map"
+            f"all_reduce was given a mesh whose axes {axes} have sizes {_sizes_in(mesh, axes)}, and is called where "
+            f"they have {sizes}: give it the mesh of the surrounding shard_map"
         )
     if jax.typeof(index).manual_axis_type.varying:
         raise SettingsRefused(

@@ -1,13 +1,13 @@
 """The tree: log2 N rounds of pairwise sums, at distance 1, 2, 4, …, the nearest pairs first.
 
-Small vectors travel whole (recursive doubling: log2 N messages of the whole vector). Large ones are halved in each round
-and put together again on the way back (halving and doubling: 2 log2 N messages, together the ring's bytes). See Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005). In both each number is
-summed as ((0 + 1) + (2 + 3)) + …, so that the bits do not depend on the vector's size.
+Small vectors travel whole (recursive doubling: log2 N messages of the whole vector). Large ones are halved in each
+round and put together again on the way back (halving and doubling: 2 log2 N messages, together the ring's bytes). See
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005). In both each
+number is summed as ((0 + 1) + (2 + 3)) + …, so that the bits do not depend on the vector's size.
 
 When N is no power of two, with P the largest one below it, members 1, 3, 5, … of the first 2(N - P) first give their
-vector to the neighbour below, stand aside, and get the result back: two more messages of the whole vector. The neighbour
-is on the same node wherever nodes have an even number of devices, so that this seldom burdens the slow link.
+vector to the neighbour below, stand aside, and get the result back: two more messages of the whole vector. The
+neighbour is on the same node wherever nodes have an even number of devices, which spares the slow link.
 """
 
 import jax

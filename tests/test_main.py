@@ -1,0 +1,144 @@
+"""The command line, as people and scripts call it: real processes, exit codes, and one line for each mistake."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from trainer import metrics
+
+SHORT = ("--set", "run.num_steps=4", "--set", "data.global_batch=48", "--set", "observe.log_every_steps=1")
+
+
+def lockstep(*arguments, cwd=None):
+    """Runs the command; returns the finished process, its output as text."""
+    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run of a shipped configuration, by its name, from a directory that is not the checkout."""
+    cwd = tmp_path_factory.mktemp("work")
+    done = lockstep("train", "digits_mlp", *SHORT, "--set", "optimizer.ema_decay=0.5", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd / "runs" / "digits_mlp", done
+
+
+def test_train_says_what_it_does_and_leaves_a_run(finished):
+    run_dir, done = finished
+    for words in ("9,610 parameters", "48 global", "2 nodes x 4 local", "step 4/4", "evaluation on 360 examples", "done"):
+        assert words in done.stdout
+    assert "\x1b" not in done.stdout
+    assert [row["step"] for row in metrics.read(run_dir / "metrics.jsonl", "train")] == [1, 2, 3, 4]
+    config = tomllib.loads((run_dir / "config.toml").read_text())
+    assert config["mesh"]["virtual_replicas"] == 8
+    verdict = json.loads((run_dir / "verdict.json").read_text())
+    assert (verdict["outcome"], verdict["exit_code"]) == ("completed", 0)
+    assert (run_dir / "attempts" / "1" / "logs" / "rank-0.log").is_file()
+
+
+def test_a_directory_that_holds_a_run_is_refused(finished):
+    run_dir, _ = finished
+    again = lockstep("train", "digits_mlp", *SHORT, "--run-dir", run_dir)
+    assert again.returncode == 3
+    assert "--resume" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
+
+
+def test_resume_goes_on_and_refuses_other_settings(finished):
+    run_dir, _ = finished
+    other = lockstep("train", "digits_mlp", *SHORT, "--run-dir", run_dir, "--resume", "--set", "optimizer.ema_decay=0.6")
+    assert other.returncode == 3
+    assert "optimizer.ema_decay" in other.stderr
+    same = [*SHORT, "--set", "optimizer.ema_decay=0.5", "--set", "run.num_steps=6"]
+    longer = lockstep("train", "digits_mlp", *same, "--run-dir", run_dir, "--resume")
+    assert longer.returncode == 0, longer.stderr
+    assert "resumed from step 4" in longer.stdout
+    assert [row["step"] for row in metrics.read(run_dir / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_status_evaluate_and_export(finished, tmp_path):
+    run_dir, _ = finished
+    state = json.loads(lockstep("status", run_dir).stdout)
+    assert (state["name"], state["outcome"]) == ("digits_mlp", "completed")
+    assert state["step"] == state["num_steps"]
+
+    evaluated = lockstep("evaluate", run_dir)
+    assert evaluated.returncode == 0, evaluated.stderr
+    row = json.loads(evaluated.stdout)
+    last = metrics.read(run_dir / "metrics.jsonl", "eval")[-1]
+    assert {key: row[key] for key in ("step", "loss", "accuracy", "examples")} == {
+        key: last[key] for key in ("step", "loss", "accuracy", "examples")
+    }
+
+    for name in ("params.safetensors", "params.npz"):
+        exported = lockstep("export", run_dir, "--output", tmp_path / name)
+        assert exported.returncode == 0, exported.stderr
+    arrays, same = load_file(tmp_path / "params.safetensors"), np.load(tmp_path / "params.npz")
+    assert sum(array.size for array in arrays.values()) == 9610
+    assert set(arrays) == set(same.files)
+    for name in arrays:
+        np.testing.assert_array_equal(arrays[name], same[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "digits_mlp", "--set", "optimizer.learning_rat=1.0"], 2, "optimizer.learning_rate"),
+        (["train", "digits_mlpp"], 2, "digits_mlp"),
+        (["train", "digits_mlp", "--set", "data.global_batch=3"], 2, "data.global_batch"),
+        (["train", "digits_mlp", "--processes", "3"], 2, "--processes 3"),
+        (["train", "digits_mlp", "--resume", "--overwrite"], 2, "--overwrite"),
+        (["config", "digits_mlp", "--set", "run.seed=-1"], 2, "run.seed"),
+        (["config"], 2, "CONFIG"),
+        (["status", "nowhere"], 3, "nowhere"),
+        (["evaluate", "nowhere"], 3, "nowhere"),
+        (["export", "nowhere"], 3, "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_the_right_code(tmp_path, arguments, code, words):
+    done = lockstep(*arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_config_prints_settings_that_load_again(tmp_path):
+    printed = lockstep("config", "digits_mlp", "--set", "run.seed=7")
+    (tmp_path / "again.toml").write_text(printed.stdout)
+    assert tomllib.loads(printed.stdout)["run"]["seed"] == 7
+    assert lockstep("config", tmp_path / "again.toml").stdout == printed.stdout
+    schema = json.loads(lockstep("config", "--schema").stdout)
+    assert "global_batch" in json.dumps(schema)
+
+
+def test_help_and_settings_start_no_jax():
+    for arguments in (["--help"], ["config", "digits_mlp"]):
+        program = (
+            "import sys\nfrom trainer.__main__ import main\n"
+            f"sys.argv = ['lockstep', *{arguments!r}]\n"
+            "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+            "print('jax' in sys.modules, file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stderr.strip().endswith("False")
+
+
+def test_the_current_directory_may_hold_a_users_own_task(tmp_path):
+    """A task in the user's own package, named in a config file of their own."""
+    toy = (Path(__file__).parent / "toy_task.py").read_text()
+    (tmp_path / "mine.py").write_text(toy)
+    (tmp_path / "mine.toml").write_text(
+        '[task]\ntarget = "mine:Mean"\n[data]\nsource = "digits"\nglobal_batch = 16\n'
+        '[run]\nname = "mine"\nnum_steps = 2\n[optimizer]\nname = "sgd"\n'
+    )
+    done = lockstep("train", "mine.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "2").is_dir()

@@ -1,0 +1,123 @@
+"""The cost model finds the links that made its samples, and "auto" chooses by them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from trainer import sync
+from trainer.errors import InputRefused
+from trainer.sync import CostModel, Links, Profile, Sample
+
+LINKS = Profile(CostModel(2e-5, 1e-10), CostModel(5e-4, 4e-8), seconds_per_exchange=1e-3)
+SIZES = [2**power for power in range(8, 25, 2)]
+WAYS = ["ring", "tree", "hierarchical", "xla"]
+
+
+def counted(size, nodes=2, local=4, algorithm="ring"):
+    return sync.traffic(np.zeros(size, np.float32), nodes, local, algorithm=algorithm)
+
+
+def samples(noise):
+    generator = np.random.default_rng(0)
+    cases = [counted(size, algorithm=algorithm) for size in SIZES for algorithm in WAYS]
+    return [Sample(case, sync.predict(LINKS, case) * (1 + noise * generator.normal())) for case in cases]
+
+
+def test_exact_samples_give_the_links_back():
+    found = sync.fit(samples(noise=0))
+    np.testing.assert_allclose(np.hstack(found), np.hstack(LINKS), rtol=1e-6)
+
+
+def test_noisy_samples_predict_other_sizes_and_more_nodes():
+    found = sync.fit(samples(noise=0.05))
+    for size in (3000, 70_000, 5_000_000):
+        for algorithm in WAYS:
+            case = counted(size, nodes=3, algorithm=algorithm)
+            assert sync.predict(found, case) == pytest.approx(sync.predict(LINKS, case), rel=0.15)
+
+
+def test_no_number_of_a_fit_is_negative_and_an_unused_link_gets_zeros():
+    found = sync.fit([Sample(counted(size, nodes=1, local=8), 1e-3) for size in SIZES])
+    assert min(np.hstack(found)) >= 0
+    assert found.slow == CostModel(0, 0)
+    assert sync.predict(found, counted(2**12, nodes=1, local=8)) == pytest.approx(1e-3, rel=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(seconds):
+    with pytest.raises(InputRefused, match="times are positive"):
+        sync.fit([Sample(counted(100), seconds)])
+
+
+def test_no_samples_are_refused():
+    with pytest.raises(InputRefused, match="no samples"):
+        sync.fit([])
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    path = tmp_path / "links.json"
+    sync.write_profile(LINKS, path)
+    assert sync.read_profile(path) == LINKS
+    assert json.loads(path.read_text())["slow"]["seconds_per_byte"] == 4e-8
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"fast": {}, "slow": {}, "seconds_per_exchange": 0}', "NEGATIVE"]
+)
+def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "links.json"
+    if text == "NEGATIVE":
+        sync.write_profile(LINKS._replace(seconds_per_exchange=-1.0), path)
+    elif text is not None:
+        path.write_text(text)
+    with pytest.raises(InputRefused, match="is no profile of links") as caught:
+        sync.read_profile(path)
+    assert "\n" not in str(caught.value)
+
+
+CLUSTER = Links(num_nodes=4, devices_per_node=8, num_processes=32, platform="gpu")
+LARGE, SMALL = np.zeros(10**6, np.float32), np.zeros(100, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "links", "algorithm", "because"),
+    [
+        (LARGE, Links(1, 1, 1, "gpu"), "xla", "one replica"),
+        (LARGE, Links(2, 4, 1, "cpu"), "xla", "one process"),
+        (LARGE, Links(1, 8, 8, "gpu"), "xla", "one node"),
+        (LARGE, Links(4, 1, 4, "gpu"), "xla", "no fast link"),
+        (LARGE, CLUSTER, "hierarchical", "only 1/8 of the gradient"),
+        (SMALL, CLUSTER, "tree", "number of messages"),
+    ],
+)
+def test_auto_follows_size_and_topology(gradient, links, algorithm, because):
+    choice = sync.choose(gradient, links)
+    assert choice.algorithm == algorithm
+    assert because in choice.reason
+    assert "\n" not in choice.reason
+
+
+def test_auto_takes_what_the_links_make_quickest():
+    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(0, 1e-8))
+    # Nodes of six: with powers of two a tree that pairs neighbours first crosses the slow link no more often.
+    sixes = CLUSTER._replace(num_nodes=3, devices_per_node=6)
+    assert sync.choose(LARGE, sixes, profile=slow_bytes).algorithm == "hierarchical"
+    slow_messages = Profile(CostModel(1e-3, 0), CostModel(1e-3, 0))
+    assert sync.choose(SMALL, CLUSTER, profile=slow_messages).algorithm == "tree"
+    choice = sync.choose(LARGE, sixes, profile=slow_bytes, across="tree")
+    assert (choice.algorithm, choice.across) == ("hierarchical", "tree")
+    assert "predicted from the measured links" in choice.reason
+
+
+def test_what_is_given_stays():
+    choice = sync.choose(LARGE, CLUSTER, algorithm="ring", bucket_mib=3.0)
+    assert (choice.algorithm, choice.bucket_mib) == ("ring", 3.0)
+    assert sync.choose(LARGE, CLUSTER, algorithm="hierarchical").across == "ring"
+
+
+def test_buckets_are_left_out_where_nothing_crosses_a_link():
+    inside = Links(2, 4, 1, "cpu")
+    assert sync.choose(LARGE, inside).bucket_mib == 0
+    assert sync.choose(LARGE, inside, algorithm="ring").bucket_mib > 0
+    assert sync.choose(LARGE, CLUSTER).bucket_mib > 0
