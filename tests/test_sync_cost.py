@@ -100,8 +100,8 @@ def test_auto_follows_size_and_topology(gradient, links, algorithm, because):
 
 def test_auto_takes_what_the_links_make_quickest():
     slow_bytes = Profile(CostModel(0, 1e-11), CostModel(0, 1e-8))
-    # Nodes of six: with powers of two a tree that pairs neighbours first crosses the slow link no more often.
-    sixes = CLUSTER._replace(num_nodes=3, devices_per_node=6)
+    # Nodes of six: with powers of two only, a tree that pairs neighbours first crosses the slow link no more often.
+    sixes = CLUSTER._replace(num_nodes=4, devices_per_node=6)
     assert sync.choose(LARGE, sixes, profile=slow_bytes).algorithm == "hierarchical"
     slow_messages = Profile(CostModel(1e-3, 0), CostModel(1e-3, 0))
     assert sync.choose(SMALL, CLUSTER, profile=slow_messages).algorithm == "tree"

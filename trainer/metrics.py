@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, SupportsFloat
 
 import numpy as np
 
@@ -32,7 +32,7 @@ REQUIRED_KEYS = {
 _log = logging.getLogger(__name__)
 
 
-def mean(total: float, weight: float) -> float:
+def mean(total: SupportsFloat, weight: SupportsFloat) -> float:
     """``total / weight``; 0.0 when nothing was counted (weight 0), so that an all-masked batch logs a finite number.
 
     >>> mean(2.0 + 90.0, 1.0 + 9.0)
@@ -41,7 +41,7 @@ def mean(total: float, weight: float) -> float:
     return float(total) / float(weight) if float(weight) != 0.0 else 0.0
 
 
-def merge(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+def merge(parts: Iterable[Mapping[str, tuple[SupportsFloat, SupportsFloat]]]) -> dict[str, tuple[float, float]]:
     """Adds up metrics name by name: ``{name: (sum, weight)}``, each the exact sum rounded once to float64.
 
     The result does not depend on the order of ``parts``. A name that only some parts have is added up over those.

@@ -73,7 +73,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    tree_: Any, num_nodes: int, devices_per_node: int, *, algorithm: str, across: str = "ring", bucket_mib: float = 0
+    gradient: Any, num_nodes: int, devices_per_node: int, *, algorithm: str, across: str = "ring", bucket_mib: float = 0
 ) -> Traffic:
     """Counts the exchange of one tree of arrays, or of their shapes.
 
@@ -87,12 +87,12 @@ def traffic(
     >>> traffic(eight, 2, 4, algorithm="hierarchical").wire_bytes_slow / 4096
     0.25
     """
-    shapes = [leaf.shape for leaf in jax.tree.leaves(tree_)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(gradient)]
     plan = buckets.plan(shapes, bucket_mib * 2**20)
     sizes = [sum(math.prod(shapes[index]) for index in bucket) for bucket in plan]
     rounds = [r for size in sizes for r in exchange_rounds(size, num_nodes, devices_per_node, algorithm, across)]
     fast, slow = (_on_level(rounds, num_nodes, devices_per_node, is_slow) for is_slow in (False, True))
-    return Traffic(fast, slow, len(plan), payload_bytes(tree_))
+    return Traffic(fast, slow, len(plan), payload_bytes(gradient))
 
 
 def exchange_rounds(

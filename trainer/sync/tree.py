@@ -17,7 +17,8 @@ from trainer.sync.levels import Level, Pairs
 from trainer.sync.ring import pad_to_multiple
 
 HALVING_BYTES = 64 * 2**10
-"""Vectors of this size and more are halved."""
+"""Vectors of this size and more are halved. Over loopback, where bytes cost next to nothing, four processes are as
+quick either way at 256 KiB; on a link of 1 Gbit/s with 0.1 ms a message, halving saves time from some 50 KiB on."""
 
 
 def largest_power_of_two(size: int) -> int:
