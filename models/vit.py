@@ -32,6 +32,7 @@ class ViT(nnx.Module):
         depth: int,
         num_classes: int,
         pooling: str,
+        position_std: float,
         rngs: nnx.Rngs,
     ):
         width, dtype = settings.width, settings.dtype
@@ -39,7 +40,7 @@ class ViT(nnx.Module):
         self.embed = nnx.Linear(patch_values, width, kernel_init=fan_normal("in"), dtype=dtype, rngs=rngs)
         self.cls = nnx.Param(jnp.zeros(width)) if pooling == "cls" else None
         small = normal(0.02)
-        self.position = nnx.Param(small(rngs.params(), (grid**2 + (pooling == "cls"), width)))
+        self.position = nnx.Param(normal(position_std)(rngs.params(), (grid**2 + (pooling == "cls"), width)))
         self.blocks = nnx.List(Block(settings, rngs) for _ in range(depth))
         self.norm = layer_norm(width, dtype, rngs)
         self.head = nnx.Linear(width, num_classes, kernel_init=small, dtype=dtype, rngs=rngs)
@@ -78,6 +79,8 @@ class ViTClassifier(ImageClassifier):
     """Width of the feed-forward layers' middle, as a multiple of width."""
     pooling: str = "mean"
     """mean over all patches, or cls: an extra token's output."""
+    position_std: float = 0.02
+    """Standard deviation of the initial position embeddings. Small models with few patches learn sooner with more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +88,7 @@ class ViTClassifier(ImageClassifier):
             checks.positive_int(name, getattr(self, name))
         checks.positive_number("mlp_ratio", self.mlp_ratio)
         checks.one_of("pooling", self.pooling, POOLINGS)
+        checks.positive_number("position_std", self.position_std)
         checks.divides("num_heads", self.num_heads, "width", self.width)
         checks.divides("patch_size", self.patch_size, "image_size", self.image_size)
 
@@ -107,5 +111,6 @@ class ViTClassifier(ImageClassifier):
             depth=self.depth,
             num_classes=self.num_classes,
             pooling=self.pooling,
+            position_std=self.position_std,
             rngs=rngs,
         )

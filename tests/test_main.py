@@ -32,7 +32,14 @@ def finished(tmp_path_factory):
 
 def test_train_says_what_it_does_and_leaves_a_run(finished):
     run_dir, done = finished
-    for words in ("9,610 parameters", "48 global", "2 nodes x 4 local", "step 4/4", "evaluation on 360 examples", "done"):
+    for words in (
+        "9,610 parameters",
+        "48 global",
+        "2 nodes x 4 local",
+        "step 4/4",
+        "evaluation on 360 examples",
+        "done",
+    ):
         assert words in done.stdout
     assert "\x1b" not in done.stdout
     assert [row["step"] for row in metrics.read(run_dir / "metrics.jsonl", "train")] == [1, 2, 3, 4]
@@ -53,7 +60,9 @@ def test_a_directory_that_holds_a_run_is_refused(finished):
 
 def test_resume_goes_on_and_refuses_other_settings(finished):
     run_dir, _ = finished
-    other = lockstep("train", "digits_mlp", *SHORT, "--run-dir", run_dir, "--resume", "--set", "optimizer.ema_decay=0.6")
+    other = lockstep(
+        "train", "digits_mlp", *SHORT, "--run-dir", run_dir, "--resume", "--set", "optimizer.ema_decay=0.6"
+    )
     assert other.returncode == 3
     assert "optimizer.ema_decay" in other.stderr
     same = [*SHORT, "--set", "optimizer.ema_decay=0.5", "--set", "run.num_steps=6"]

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import configs
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+import configs
 from trainer import assembly, config_file, loop, metrics
 from trainer.rundir import RunDir
 

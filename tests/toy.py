@@ -61,7 +61,8 @@ class Perceptron(Linear):
         return jnp.sum(batch["weight"] * self._errors(params, x, batch["y"])), LossParts({}, ())
 
     def evaluate(self, params: Any, model_state: Any, batch: Batch) -> Sums:
-        return {"loss": (jnp.sum(batch["weight"] * self._errors(params, batch["x"], batch["y"])), batch["weight"].sum())}
+        errors = self._errors(params, batch["x"], batch["y"])
+        return {"loss": (jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"]))}
 
     def _errors(self, params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         hidden = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])

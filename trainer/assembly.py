@@ -88,7 +88,13 @@ def assemble(config: Config) -> Assembly:
     parts = Parts(
         task=task,
         optimizer=optimizer.build(config.optimizer, config.run.num_steps, trained_shapes),
-        sync=sync.all_reduce(mesh, algorithm=config.sync.algorithm, reduce="sum"),
+        sync=sync.all_reduce(
+            mesh,
+            algorithm=config.sync.algorithm,
+            across=config.sync.across,
+            bucket_mib=config.sync.bucket_mib,
+            reduce="sum",
+        ),
         trainable=trainable,
     )
     return Assembly(

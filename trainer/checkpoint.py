@@ -63,13 +63,13 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The ``meta`` of a checkpoint, without its arrays."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        if restored.meta["format_version"] != FORMAT_VERSION:
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if meta["format_version"] != FORMAT_VERSION:
             raise InputRefused(
-                f"{self.path(step)} has format version {restored.meta['format_version']}; "
+                f"{self.path(step)} has format version {meta['format_version']}; "
                 f"this version of Lockstep reads {FORMAT_VERSION}"
             )
-        return restored.meta
+        return meta
 
     def restore(self, step: int, abstract: TrainState) -> Restored:
         """Reads a checkpoint back onto the shardings of ``abstract``."""
@@ -78,7 +78,7 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, data=ocp.args.JsonRestore()))
         given = {name: restored[name] if _has_leaves(abstract, name) else getattr(abstract, name) for name in ARRAYS}
         counters = {name: _counter(meta[name], abstract.step.sharding) for name in COUNTERS}
-        return Restored(TrainState(**given, **counters), restored.data, meta)
+        return Restored(TrainState(**given, **counters), restored["data"], meta)
 
     def read(self, step: int, item: str) -> Any:
         """One item's arrays on the host, in nested dicts and lists, whatever mesh and optimizer they came from."""

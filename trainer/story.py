@@ -12,7 +12,7 @@ from trainer.display import Facts, Summary
 from trainer.hooks import Recorder
 from trainer.metrics import Row
 from trainer.rundir import RunDir
-from trainer.sync import payload_bytes
+from trainer.sync import Links, choose, payload_bytes
 
 
 def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | None) -> Facts:
@@ -21,6 +21,15 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
     batch, num_processes = config.data.global_batch, jax.process_count()
     num_virtual_replicas = pieces.work.num_virtual_replicas
     device = mesh.devices.flat[0]
+    gradient = states.trainable_part(pieces.parts, pieces.shapes.params)
+    links = Links(mesh.shape["node"], mesh.shape["local"], num_processes, device.platform)
+    choice = choose(
+        gradient,
+        links,
+        algorithm=config.sync.algorithm,
+        across=config.sync.across,
+        bucket_mib=config.sync.bucket_mib,
+    )
     return Facts(
         name=config.run.name,
         model=config.task.target,
@@ -35,8 +44,8 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
         num_nodes=mesh.shape["node"],
         devices_per_node=mesh.shape["local"],
         num_processes=num_processes,
-        algorithm=config.sync.algorithm,
-        exchanged_bytes=payload_bytes(states.trainable_part(pieces.parts, pieces.shapes.params)),
+        algorithm=f"{choice.algorithm} ({choice.reason})",
+        exchanged_bytes=payload_bytes(gradient),
         num_steps=config.run.num_steps,
         num_epochs=config.run.num_steps / pieces.loader.batches_per_epoch,
         optimizer=config.optimizer.name,

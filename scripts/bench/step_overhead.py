@@ -24,7 +24,7 @@ from trainer.assembly import assemble
 from trainer.placement import Placement
 from trainer.step import train_program
 
-CONFIG = Path(__file__).parents[2] / "configs" / "digits_vit.toml"
+CONFIG = Path(__file__).parents[2] / "configs"
 
 
 def plain_program(pieces, state):
@@ -47,6 +47,7 @@ def plain_program(pieces, state):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--config", default="digits_vit")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--local", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=30)
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     overrides = [f"mesh.nodes={args.nodes}", f"mesh.devices_per_node={args.local}", *args.set]
-    config = config_file.load(CONFIG, overrides)
+    config = config_file.load(CONFIG / f"{args.config}.toml", overrides)
     runtime.start(config.mesh, Placement(), init_seconds=60, shutdown_seconds=60, cache_dir=None)
     pieces = assemble(config)
 
