@@ -1,5 +1,7 @@
 """The step against plain NumPy and single-device JAX: weights, clipping, non-finite policy, virtual replicas."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from toy import Linear, Perceptron, Runner, mesh_of, rows
 
 from trainer.config import Optimizer
 from trainer.metrics import mean
+from trainer.step import Report, pack, read
 from trainer.task import LossParts
 
 SGD = Optimizer(name="sgd", learning_rate=0.1)
@@ -212,3 +215,27 @@ def test_the_step_compiles_once_and_donates_its_state():
         run.step(batch)
     assert Counted.traces == traces
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
+
+
+def test_a_report_is_read_bit_by_bit_as_it_was_packed():
+    """Counters past 2**24 stay exact, NaN keeps its payload, and a narrow dtype comes back as it was."""
+    payload = np.uint32([0x7FC01234, 0xFF800001]).view(np.float32)
+    values: dict[str, Any] = {
+        "step": np.int32(2**31 - 1),
+        "num_updates": np.int32(2**24 + 1),
+        "consecutive_skips": np.int32(-1),
+        "metrics": {"loss": (np.float32(1e-45), np.float32(-0.0)), "half": (jnp.bfloat16(1.5), np.float32(np.inf))},
+        "examples": np.float32(3),
+        "grad_norm": np.float32(np.nan),
+        "learning_rate": np.float32(0.1),
+        "non_finite": payload,
+        "applied": np.bool_(True),
+        "example_ids": np.arange(-1, 5, dtype=np.int32).reshape(2, 3),
+    }
+    report = Report(**values)
+    back = read(jax.jit(pack)(report))
+    assert jax.tree.structure(back) == jax.tree.structure(report)
+    for actual, expected in zip(jax.tree.leaves(back), jax.tree.leaves(report), strict=True):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tobytes() == np.asarray(expected).tobytes()
+    assert read(pack(report._replace(example_ids=None))).example_ids is None

@@ -14,7 +14,7 @@ from trainer import optimizer as optimizers
 from trainer import sync
 from trainer.config import Optimizer
 from trainer.state import Parts, TrainState, abstract, create_on_mesh
-from trainer.step import Report, Work, train_program
+from trainer.step import Report, Work, read, train_program
 from trainer.task import Batch, LossParts, Sums
 
 
@@ -103,7 +103,7 @@ class Runner:
     def step(self, batch: dict[str, np.ndarray]) -> Report:
         """Takes one step, and returns its report on the host."""
         self.state, report = self.program(self.state, meshes.place_rows(self.mesh, batch))
-        return jax.device_get(report)
+        return read(report)
 
     @property
     def params(self) -> Any:

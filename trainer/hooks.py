@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from trainer.config import Optimizer
@@ -16,7 +15,7 @@ from trainer.display import Display
 from trainer.errors import Halted
 from trainer.metrics import MetricsWriter, Row, mean
 from trainer.state import TrainState
-from trainer.step import Report
+from trainer.step import PackedReport, Report, read
 
 
 class Moment(NamedTuple):
@@ -134,11 +133,11 @@ class Recorder:
         """
         self._writer, self._display, self._optimizer = writer, display, optimizer
         self._ranks, self._is_due, self._constant = ranks, is_due, constant
-        self._pending: tuple[int, Report, Row] | None = None
+        self._pending: tuple[int, PackedReport, Row] | None = None
         self.pace = Pace()
         self.last_row: Row = {}
 
-    def push(self, step: int, report: Report) -> None:
+    def push(self, step: int, report: PackedReport) -> None:
         """Takes a step's report as soon as the step is dispatched, and reads the one before."""
         before, self._pending = self._pending, (step, report, {})
         if before is not None:
@@ -155,8 +154,8 @@ class Recorder:
         if pending is not None:
             self._read(*pending)
 
-    def _read(self, step: int, report: Report, notes: Row) -> None:
-        values: Report = jax.device_get(report)
+    def _read(self, step: int, report: PackedReport, notes: Row) -> None:
+        values = read(report)
         self.pace.count(int(values.examples))
         skipped = values.consecutive_skips > 0
         if skipped or notes or values.example_ids is not None or self._is_due(step):

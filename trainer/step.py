@@ -2,15 +2,20 @@
 
 A *contribution* is a replica's gradient sum divided by the global weight: contributions add up to the gradient of the
 mean loss over the whole batch, however the batch was shared out.
+
+What the host learns of a step leaves the program as one array, since every array that is fetched costs a round trip.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from trainer.mesh import AXES
 from trainer.optimizer import ema_params, global_norm
@@ -67,6 +72,45 @@ class Report(NamedTuple):
     example_ids: jax.Array | None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedReport:
+    """A Report as one array, to be read by ``read``.
+
+    words: int32 of shape (num_words,): the bits of all leaves one after another, those below 32 bits widened.
+    """
+
+    words: jax.Array
+    structure: Any = field(metadata={"static": True})
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = field(metadata={"static": True})
+
+
+def pack(report: Report) -> PackedReport:
+    """Packs a report on the device."""
+    leaves, structure = jax.tree.flatten(report)
+    words = [jax.lax.bitcast_convert_type(leaf.astype(_wide(leaf.dtype)), jnp.int32).reshape(-1) for leaf in leaves]
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return PackedReport(jnp.concatenate(words), structure, shapes)
+
+
+def read(packed: PackedReport) -> Report:
+    """The report on the host, in NumPy arrays, bit by bit as it was packed; waits for the step to be done."""
+    words, leaves, start = np.asarray(packed.words), [], 0
+    for leaf in packed.leaves:
+        wide = np.dtype(_wide(leaf.dtype))
+        end = start + leaf.size * wide.itemsize // words.itemsize
+        leaves.append(words[start:end].view(wide).reshape(leaf.shape).astype(leaf.dtype))
+        start = end
+    return jax.tree.unflatten(packed.structure, leaves)
+
+
+def _wide(dtype: DTypeLike) -> DTypeLike:
+    """A dtype of 32 bits or more that holds every value of ``dtype``."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    return jnp.promote_types(dtype, jnp.int32)
+
+
 def sum_over_rounds(function: Callable[[jax.Array, Batch], Any], batch: Batch, rounds: int, first: jax.Array) -> Any:
     """Adds up ``function(virtual_replica, rows)`` over this replica's virtual replicas, one after another.
 
@@ -97,30 +141,57 @@ def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight
     The loss, metrics and statistics with it are sums, not divided.
     """
     step_key = jax.random.fold_in(jax.random.key(work.seed), state.step)
+    divisor = jnp.where(weight > 0, weight, 1)
 
-    def loss(trainable: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, LossParts]:
+    def loss(trainable: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LossParts]]:
         fault = rows.pop(FAULT, None)
         params = with_frozen(trainable, state.params)
         total, loss_parts = parts.task.loss(params, state.model_state, rows, key=key, axes=AXES)
-        return total if fault is None else total * (1 + jnp.sum(fault)), loss_parts
+        total = total if fault is None else total * (1 + jnp.sum(fault))
+        return total / divisor, (total, loss_parts)  # dividing one number here spares a pass over the whole gradient
 
     def one(virtual_replica: jax.Array, rows: Batch) -> Sum:
         # Parameters are marked as varying, so that their gradient is not summed over the mesh behind our back.
         trainable = jax.lax.pcast(trainable_part(parts, state.params), AXES, to="varying")
         key = jax.random.fold_in(step_key, virtual_replica)
-        (total, loss_parts), gradient = jax.value_and_grad(loss, has_aux=True)(trainable, dict(rows), key)
+        gradient, (total, loss_parts) = jax.grad(loss, has_aux=True)(trainable, dict(rows), key)
         return Sum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), total, loss_parts)
 
     first = jax.lax.axis_index(AXES) * work.rounds
-    total = sum_over_rounds(one, batch, work.rounds, first)
-    divisor = jnp.where(weight > 0, weight, 1)
-    return total._replace(gradient=jax.tree.map(lambda leaf: leaf / divisor, total.gradient))
+    return sum_over_rounds(one, batch, work.rounds, first)
 
 
 def is_finite(contribution: Sum) -> jax.Array:
     """Whether a replica's own loss and gradient are all finite."""
     leaves = [contribution.loss, *jax.tree.leaves(contribution.gradient)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def only_if(wanted: jax.Array, change: Callable[[Any], Any], old: Any) -> Any:
+    """``change(old)`` if ``wanted``, the same on every replica, or else ``old``.
+
+    On CPUs by a branch, which is taken without copying ``old`` and costs nothing where it is not wanted. Elsewhere by
+    computing the change and selecting, since a branch there makes the device wait for the host, or keeps it from
+    fusing across it.
+    """
+
+    def branch(old: Any) -> Any:
+        return jax.lax.cond(wanted, change, lambda old: old, old)
+
+    def select(old: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), change(old), old)
+
+    return jax.lax.platform_dependent(old, cpu=branch, default=select)
+
+
+def non_finite(work: Work, contribution: Sum, suspected: jax.Array) -> jax.Array:
+    """float32 of shape (replicas,), the same on each: 1 where a contribution is not finite; 0 if not ``suspected``."""
+
+    def look(nobody: jax.Array) -> jax.Array:
+        here = jax.nn.one_hot(jax.lax.axis_index(AXES), work.mesh.size)
+        return jax.lax.psum(jnp.where(is_finite(contribution), nobody, here), AXES)
+
+    return only_if(suspected, look, jnp.zeros(work.mesh.size))
 
 
 def exchange(parts: Parts, state: TrainState, contribution: Sum) -> tuple[Any, Any]:
@@ -130,30 +201,32 @@ def exchange(parts: Parts, state: TrainState, contribution: Sum) -> tuple[Any, A
 
 def apply(parts: Parts, state: TrainState, gradient: Any, sync: Any, statistics: Any, wanted: jax.Array) -> TrainState:
     """Clips, updates, and counts; where not ``wanted``, only the step is counted and all else stays as it was."""
-    trainable = trainable_part(parts, state.params)
-    updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable)
-    updated = state._replace(
-        num_updates=state.num_updates + 1,
-        params=with_frozen(optax.apply_updates(trainable, updates), state.params),
-        model_state=parts.task.next_model_state(state.model_state, statistics),
-        optimizer=optimizer,
-        sync=sync,
-    )
-    selected = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), updated, state)
-    return selected._replace(step=state.step + 1)
+
+    def update(state: TrainState) -> TrainState:
+        trainable = trainable_part(parts, state.params)
+        updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable)
+        return state._replace(
+            num_updates=state.num_updates + 1,
+            params=with_frozen(optax.apply_updates(trainable, updates), state.params),
+            model_state=parts.task.next_model_state(state.model_state, statistics),
+            optimizer=optimizer,
+            sync=sync,
+        )
+
+    return only_if(wanted, update, state)._replace(step=state.step + 1)
 
 
 def _step(
     parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState, batch: Batch
-) -> tuple[TrainState, Report]:
+) -> tuple[TrainState, PackedReport]:
     ids = batch.pop("example_id", None)
     weight, examples = jax.lax.psum((_weight(parts, batch), jnp.sum(batch["weight"])), AXES)
     contribution = contribute(parts, work, state, batch, weight)
-    here = jax.nn.one_hot(jax.lax.axis_index(AXES), work.mesh.size)
-    flags = jnp.where(is_finite(contribution), 0.0, here)
     gradient, sync = exchange(parts, state, contribution)
-    flags, loss, (metrics, statistics) = jax.lax.psum((flags, contribution.loss, contribution.parts), AXES)
+    loss, (metrics, statistics) = jax.lax.psum((contribution.loss, contribution.parts), AXES)
     norm = global_norm(gradient)
+    # One entry that is not finite makes the sum not finite, so a look at the sum says whether to look for whose it was.
+    flags = non_finite(work, contribution, suspected=~(jnp.isfinite(norm) & jnp.isfinite(loss)))
     finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm)
     wanted = finite & (weight > 0)
     after = apply(parts, state, gradient, sync, statistics, wanted)
@@ -170,7 +243,7 @@ def _step(
         applied=wanted,
         example_ids=None if ids is None else jax.lax.all_gather(ids, AXES, tiled=True),
     )
-    return after, report
+    return after, pack(report)
 
 
 def _weight(parts: Parts, batch: Batch) -> jax.Array:
@@ -178,14 +251,14 @@ def _weight(parts: Parts, batch: Batch) -> jax.Array:
 
 
 def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState) -> Any:
-    """The jitted program ``(state, batch) -> (state, Report)``; the state is donated.
+    """The jitted program ``(state, batch) -> (state, PackedReport)``; the state is donated.
 
     Args:
         state: the state, or its shapes. The batch is sharded by replica.
     """
     state_specs = specs(state)
 
-    def body(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+    def body(state: TrainState, batch: Batch) -> tuple[TrainState, PackedReport]:
         return _step(parts, work, schedule, state, dict(batch))
 
     mapped = jax.shard_map(

@@ -43,17 +43,26 @@ def plan(shapes: Sequence[Shape], bucket_bytes: float) -> list[Bucket]:
     return [*buckets, open_bucket] if open_bucket else buckets
 
 
-def pack(leaves: Sequence[jax.Array]) -> jax.Array:
-    """One float32 vector of all the leaves' elements; a single float32 leaf is only reshaped."""
-    vectors = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
+def pack(leaves: Sequence[jax.Array], transposed: bool = False) -> jax.Array:
+    """One float32 vector of all the leaves' elements; a single float32 leaf is only reshaped.
+
+    transposed: matrices go column by column, for the gradient of ``kernel`` in ``x @ kernel`` is computed as its
+        transpose: a sum taken of that form leaves the product as it is, and the way back is fused into the optimizer.
+    """
+    vectors = [_turned(leaf, transposed).astype(jnp.float32).reshape(-1) for leaf in leaves]
     return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
 
 
-def unpack(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+def unpack(vector: jax.Array, shapes: Sequence[Shape], transposed: bool = False) -> list[jax.Array]:
     """Undoes ``pack``, but for the dtypes."""
     leaves, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
-        leaves.append(vector[start : start + size].reshape(shape))
+        turned = shape[::-1] if transposed and len(shape) == 2 else shape
+        leaves.append(_turned(vector[start : start + size].reshape(turned), transposed))
         start += size
     return leaves
+
+
+def _turned(leaf: jax.Array, transposed: bool) -> jax.Array:
+    return leaf.T if transposed and leaf.ndim == 2 else leaf

@@ -128,10 +128,10 @@ def _sum(
     levels = topology(settings.axes, sizes, settings.devices_per_node, links.platform)
     sums = [leaf.astype(jnp.float32) for leaf in leaves]
     for bucket in buckets.plan([leaf.shape for leaf in leaves], choice.bucket_mib * 2**20):
-        total = collectives.all_reduce(
-            buckets.pack([leaves[index] for index in bucket]), levels, choice.algorithm, choice.across
-        )
-        for index, leaf in zip(bucket, buckets.unpack(total, [leaves[i].shape for i in bucket]), strict=True):
+        vector = buckets.pack([leaves[index] for index in bucket], links.is_emulated)
+        total = collectives.all_reduce(vector, levels, choice.algorithm, choice.across)
+        shapes = [leaves[index].shape for index in bucket]
+        for index, leaf in zip(bucket, buckets.unpack(total, shapes, links.is_emulated), strict=True):
             sums[index] = leaf
     return sums
 
