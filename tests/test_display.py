@@ -69,7 +69,7 @@ def _show_everything(display):
     display.compiled(12.3, 2**29)
     display.row(ROW)
     display.evaluation({"kind": "eval", "step": 100, "attempt": 1, "examples": 21, "loss": None, "accuracy": 0.97})
-    display.saved(100, LONG)
+    display.saving(100, LONG)
     display.note("a note")
     display.warning("a warning about [bold]" + "y" * 200)
     display.summary(SUMMARY)
@@ -87,7 +87,7 @@ def test_a_log_has_one_plain_unwrapped_line_each():
         "first step, with compilation: 12.3 s, 512.0 MiB of memory per device",
         "step 100/600  loss 0.1235  accuracy 0.5  1,234 examples/s  4:10 left  (grad_norm 2.5, 500.0 ms a step)",
         "step 100  evaluation on 21 examples: loss non-finite  accuracy 0.97",
-        f"step 100  checkpoint saved to {LONG}",
+        f"step 100  writing checkpoint {LONG}",
         "a note",
         "warning: a warning about [bold]" + "y" * 200,
     ]

@@ -142,6 +142,11 @@ def test_an_endless_run_of_skips_halts(tmp_path):
         ({"mesh": {"devices_per_node": 3}}, SettingsRefused, "mesh.nodes = 2 x mesh.devices_per_node = 3"),
         ({"data": {"global_batch": 1600}}, InputRefused, "1437 training examples"),
         ({"task": {"args": {"image_size": 9}}}, SettingsRefused, "task.args"),
+        (
+            {"task": {"args": {"image_size": 9, "num_classes": 10}}},
+            SettingsRefused,
+            r"cannot take the batches of data.source = 'digits' \(image float32\[48, 8, 8, 1\]",
+        ),
         ({"task": {"target": "models.mlp:MLP"}}, SettingsRefused, "task.args"),
         (
             {"task": {"target": "trainer.rundir:RunDir", "args": {"path": "x"}}},
@@ -160,6 +165,7 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path, changes, error, 
     with pytest.raises(error, match=message):
         run(settings(**changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert RunDir.open(tmp_path / "run")[1] == 2, "a refused start must not stand in the way of the next"
 
 
 def test_a_shorter_run_than_the_checkpoint_is_refused(unbroken, tmp_path):

@@ -121,8 +121,10 @@ def test_a_zero_gradient_with_limit_zero_stays_zero():
     np.testing.assert_array_equal(run.params["w"], [0, 0])
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_non_finite_step_leaves_everything_but_the_step_as_it_was(rounds):
+@pytest.mark.parametrize(("rounds", "platform"), [(1, "cpu"), (3, "cpu"), (1, "default")])
+def test_a_non_finite_step_leaves_everything_but_the_step_as_it_was(rounds, platform, monkeypatch):
+    """Also in the form that accelerators get, which selects instead of branching."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda old, **by_platform: by_platform[platform](old))
     settings = Optimizer(name="adamw", non_finite="skip", ema_decay=0.9)
     run, clean = (
         Runner(Perceptron(dropout=0.3), mesh_of(2, 2), settings, num_virtual_replicas=4 * rounds) for _ in range(2)
@@ -219,7 +221,7 @@ def test_the_step_compiles_once_and_donates_its_state():
 
 def test_a_report_is_read_bit_by_bit_as_it_was_packed():
     """Counters past 2**24 stay exact, NaN keeps its payload, and a narrow dtype comes back as it was."""
-    payload = np.uint32([0x7FC01234, 0xFF800001]).view(np.float32)
+    payload = np.array([0x7FC01234, 0xFF800001], np.uint32).view(np.float32)
     values: dict[str, Any] = {
         "step": np.int32(2**31 - 1),
         "num_updates": np.int32(2**24 + 1),

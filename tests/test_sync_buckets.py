@@ -40,3 +40,12 @@ def test_unpack_undoes_pack():
     assert vector.tolist() == [0, 1, 2, 3, 4, 5, 7, 1.5, 2.5]
     for leaf, back in zip(leaves, buckets.unpack(vector, [leaf.shape for leaf in leaves]), strict=True):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), back)
+
+
+def test_transposed_matrices_go_column_by_column_and_come_back():
+    leaves = [jnp.arange(6.0).reshape(2, 3), jnp.arange(3.0), jnp.arange(8.0).reshape(2, 2, 2)]
+    vector = buckets.pack(leaves, transposed=True)
+    assert vector.tolist() == [0, 3, 1, 4, 2, 5, *range(3), *range(8)]
+    unpacked = buckets.unpack(vector, [leaf.shape for leaf in leaves], transposed=True)
+    for leaf, back in zip(leaves, unpacked, strict=True):
+        np.testing.assert_array_equal(leaf, back)

@@ -184,9 +184,9 @@ class Display:
         examples = plural(row["examples"], "example")
         self._print(Text(f"step {row['step']}  evaluation on {examples}: {_metrics(values)}", style="cyan"))
 
-    def saved(self, step: int, path: object) -> None:
-        """A checkpoint of ``step`` that is complete."""
-        self.note(f"step {step}  checkpoint saved to {path}")
+    def saving(self, step: int, path: object) -> None:
+        """A checkpoint of ``step`` that is being written, beside the steps that follow."""
+        self.note(f"step {step}  writing checkpoint {path}")
 
     def note(self, text: str) -> None:
         """A line worth knowing."""

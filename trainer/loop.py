@@ -43,20 +43,21 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         display = stack.enter_context(Display(console, config.run.num_steps) if first and console else NullDisplay())
         pieces = assemble(config)
         evaluator = Evaluator(pieces)
-        writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
-        if first:
-            run_dir.write_config(config_file.dump(pieces.config, redact=True))
         checkpoints = Checkpoints(checkpoint_directory(config, run_dir), keep=config.checkpoint.keep)
 
         display.banner(facts(pieces, run_dir, attempt, checkpoints.latest()))
         program = compile_step(pieces, display)
         state = starting_state(pieces, checkpoints)
         start = int(state.step)
+        # Only now that nothing was refused does the directory become a run's, or its settings change.
+        writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
+        if first:
+            run_dir.write_config(config_file.dump(pieces.config, redact=True))
         recorder = make_recorder(pieces, writer, display, attempt, start)
         evaluations: list[Row] = []
         hooks = (
             Every(config.debug.digest_every, digesting(recorder), at_end=False),
-            Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, attempt)),
+            Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt)),
             Every(config.run.eval_every_steps, evaluating(evaluator, recorder, writer, display, attempt, evaluations)),
         )
         batches = stack.enter_context(pieces.loader.iterate(start))
@@ -172,7 +173,7 @@ def digesting(recorder: Recorder) -> Hook:
     return hook
 
 
-def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, attempt: int) -> Hook:
+def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, display: Display, attempt: int) -> Hook:
     """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
     meta = {
         "attempt": attempt,
@@ -184,6 +185,7 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, attem
         recorder.flush()
         with recorder.pace.paused():
             checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
+        display.saving(moment.step, checkpoints.path(moment.step))
 
     return hook
 

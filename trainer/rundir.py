@@ -17,8 +17,9 @@ from trainer.errors import InputRefused, SettingsRefused
 
 OUR_FILES = ("config.toml", "metrics.jsonl", "verdict.json", "findings.json", "trace.json", "report.html")
 OUR_DIRECTORIES = ("checkpoints", "attempts")
-BEFORE_THE_FIRST_STEP = frozenset({"attempts", "verdict.json"})
-"""What an attempt leaves that was refused before it had written its settings; that is no run yet."""
+BEFORE_THE_FIRST_STEP = frozenset({"attempts", "verdict.json", "checkpoints"})
+"""What an attempt leaves that was refused before it had written its settings; that is no run yet, if the last of them
+is empty."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def default_run_dir(name: str) -> Path:
 def refuse_foreign(path: Path, resume: bool, overwrite: bool) -> None:
     """Refuses a directory that holds a run unless one of the two is set, and always one that holds something else."""
     names = {entry.name for entry in path.iterdir()}
-    if names <= BEFORE_THE_FIRST_STEP:
+    if names <= BEFORE_THE_FIRST_STEP and not any(path.glob("checkpoints/*")):
         return
     if not is_run(path, names, thoroughly=overwrite):
         raise InputRefused(f"{path} is not empty and is not a run directory: choose another with --run-dir")

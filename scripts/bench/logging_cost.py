@@ -71,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, (Path(directory) / "console.txt").open("w") as file:
         console = Console(file=file, width=120, force_terminal=True)
         with MetricsWriter(Path(directory) / "metrics.jsonl") as writer, Display(console, num_steps) as display:
-            seconds(1), seconds(50)
+            pair(first=1)  # the first steps of all warm up
             pairs = [pair(first=(1, 50)[block % 2]) for block in range(args.blocks)]
     ratios = [every / seldom for every, seldom in pairs]
     print(f"median step: every step {statistics.median(a for a, _ in pairs) * 1e3:.2f} ms, ", end="")
