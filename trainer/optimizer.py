@@ -24,15 +24,16 @@ UNDECAYED_NAMES = ("bias", "scale")
 Tree = TypeVar("Tree")
 
 
-def build(settings: Optimizer, num_steps: int, params: PyTree) -> optax.GradientTransformation:
+def build(settings: Optimizer, num_steps: int, params: PyTree) -> optax.GradientTransformationExtraArgs:
     """The optimizer that ``settings`` describe, for gradients that were exchanged already.
 
     params: what will be trained, as arrays or ``jax.ShapeDtypeStruct``; only paths and shapes are read.
 
-    ``update`` needs ``params``. Every counter in the state counts updates, and the first update uses ``schedule(0)``.
-    Weight decay is decoupled (Loshchilov and Hutter, 2019) for every optimizer: it adds -learning_rate * weight_decay *
-    parameter to the update, past momentum and moments, and only where ``decay_mask`` says so; lamb alone puts it inside
-    its trust ratio, as its paper does. Raises SettingsRefused for an import path that gives no optimizer.
+    ``update`` needs ``params``, and may be given the gradient's global norm as ``norm``. Every counter in the state
+    counts updates, and the first update uses ``schedule(0)``. Weight decay is decoupled (Loshchilov and Hutter,
+    2019) for every optimizer: it adds -learning_rate * weight_decay * parameter to the update, past momentum and
+    moments, and only where ``decay_mask`` says so; lamb alone puts it inside its trust ratio, as its paper does.
+    Raises SettingsRefused for an import path that gives no optimizer.
     """
     rate = schedule(settings, num_steps)
     mask = decay_mask(params)
@@ -43,7 +44,7 @@ def build(settings: Optimizer, num_steps: int, params: PyTree) -> optax.Gradient
         stages.insert(0, clip_by_global_norm(settings.clip_norm))
     if settings.ema_decay:
         stages.append(parameter_ema(settings.ema_decay))
-    return optax.chain(*stages)
+    return optax.with_extra_args_support(optax.chain(*stages))
 
 
 def schedule(settings: Optimizer, num_steps: int) -> optax.Schedule:
@@ -91,23 +92,30 @@ def global_norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+def clip_by_global_norm(limit: float) -> optax.GradientTransformationExtraArgs:
     """Scales all updates by ``limit / norm`` where their global norm is above ``limit``.
+
+    ``update`` takes the norm as the keyword ``norm`` from a caller who knows it already.
 
     Unlike optax's it measures in float32, so that half precision does not overflow to a step of zeros; gives zeros, not
     NaN, for zeros with a limit of 0; and turns updates whose norm is not finite into NaN, which a check can see.
     """
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        norm: jax.Array | None = None,
+        **others: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        del params
-        norm = global_norm(updates)
+        del params, others
+        norm = global_norm(updates) if norm is None else norm
         shrink = limit / jnp.where(norm > limit, norm, 1.0)
         scale = jnp.where(jnp.isfinite(norm), jnp.where(norm > limit, shrink, 1.0), jnp.nan)
         return jax.tree.map(lambda leaf: (leaf.astype(jnp.float32) * scale).astype(leaf.dtype), updates), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 class DecoupledDecayState(NamedTuple):

@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     """
 
     task: Task
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     sync: optax.GradientTransformation
     trainable: Any
 

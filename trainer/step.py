@@ -199,12 +199,25 @@ def exchange(parts: Parts, state: TrainState, contribution: Sum) -> tuple[Any, A
     return parts.sync.update(contribution.gradient, state.sync)
 
 
-def apply(parts: Parts, state: TrainState, gradient: Any, sync: Any, statistics: Any, wanted: jax.Array) -> TrainState:
-    """Clips, updates, and counts; where not ``wanted``, only the step is counted and all else stays as it was."""
+def apply(
+    parts: Parts,
+    state: TrainState,
+    gradient: Any,
+    sync: Any,
+    statistics: Any,
+    *,
+    norm: jax.Array,
+    wanted: jax.Array,
+) -> TrainState:
+    """Clips, updates, and counts; where not ``wanted``, only the step is counted and all else stays as it was.
+
+    gradient, sync: as ``exchange`` returned them; norm: the gradient's global norm.
+    statistics:     the task's, added up over all replicas.
+    """
 
     def update(state: TrainState) -> TrainState:
         trainable = trainable_part(parts, state.params)
-        updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable)
+        updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable, norm=norm)
         return state._replace(
             num_updates=state.num_updates + 1,
             params=with_frozen(optax.apply_updates(trainable, updates), state.params),
@@ -229,7 +242,7 @@ def _step(
     flags = non_finite(work, contribution, suspected=~(jnp.isfinite(norm) & jnp.isfinite(loss)))
     finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm)
     wanted = finite & (weight > 0)
-    after = apply(parts, state, gradient, sync, statistics, wanted)
+    after = apply(parts, state, gradient, sync, statistics, norm=norm, wanted=wanted)
     after = after._replace(consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1))
     report = Report(
         step=after.step,
