@@ -39,6 +39,10 @@ ACCEPTED = [
     ("mesh", {"virtual_replicas": 8, "nodes": 2, "devices_per_node": 4}),
     ("mesh", {"virtual_replicas": 8, "nodes": 3}),
     ("debug", {"faults": [{"kind": "nan", "rank": 1, "step": 1000}]}),
+    ("mesh", {"nodes": 1024, "platform": "cpu"}),
+    ("mesh", {"nodes": 256, "devices_per_node": 256}),
+    ("timeouts", {"init_seconds": 1e6, "shutdown_seconds": 1e6}),
+    ("data", {"num_threads": 256, "prefetch_batches": 1024}),
 ]
 
 REFUSED = [
@@ -84,6 +88,14 @@ REFUSED = [
     ("mesh", {"virtual_replicas": 3}, "such as 6 or 9"),
     ("debug", {"faults": [{"kind": "nan", "rank": 1, "step": 1001}]}, "debug.faults[0].step: never comes"),
     ("debug", {"digest": 1}, "digest"),
+    ("mesh", {"virtual_replicas": 2**31 - 1, "nodes": 8, "devices_per_node": 1}, "such as 2147483640 ["),
+    ("mesh", {"nodes": 1025, "platform": "cpu"}, "nodes: nodes * devices_per_node is at most 1024"),
+    ("mesh", {"devices_per_node": 65537}, "devices_per_node: nodes * devices_per_node is at most 65536"),
+    ("mesh", {"nodes": 257, "devices_per_node": 256, "platform": "gpu"}, "nodes: nodes * devices_per_node is at most"),
+    ("timeouts", {"init_seconds": 1e6 + 1}, "init_seconds"),
+    ("timeouts", {"shutdown_seconds": 1e6 + 1}, "shutdown_seconds"),
+    ("data", {"num_threads": 257}, "num_threads"),
+    ("data", {"prefetch_batches": 1025}, "prefetch_batches"),
 ]
 
 

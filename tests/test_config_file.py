@@ -186,7 +186,7 @@ REFUSALS = [
             r"task.args = nan: allowed is a table .*",
             r"run = 3: allowed is a table \(--set run=3\)",
             r"optimizer.frozen = 1: allowed is a list, each entry a text .*",
-            r"timeouts.init_seconds = inf: allowed is a number > 0, and finite .*",
+            r"timeouts.init_seconds = inf: allowed is a number > 0 and <= 1000000.0, and finite .*",
             r"debug.log_example_ids = 1: allowed is true or false .*",
         ],
         id="types",
@@ -278,6 +278,38 @@ def test_a_missing_key_is_wanted_from_the_file_that_was_named(write):
     assert all(line.endswith(f"({top})") for line in lines_of(top, "sync.algorithm='xla'"))
 
 
+def test_a_long_chain_of_files_is_refused(write):
+    write("0.toml", COMPLETE)
+    paths = [write(f"{number}.toml", f"extends = '{number - 1}.toml'") for number in range(1, 33)]
+    assert load(paths[-2])
+    assert lines_of(paths[-1]) == [f"{paths[-1]}: more than 32 files extend one another"]
+
+
+@pytest.mark.parametrize("depth", [33, 200, 990, 5000])
+def test_what_is_nested_too_deeply_is_one_line(write, depth: int):
+    names, brackets = ".".join("x" * (depth - 1)), "[" * depth + "]" * depth
+    path = write("a.toml", COMPLETE)
+    for text in (f"task.args.{names}=1", f"task.args.x={brackets}"):
+        (line,) = lines_of(path, text)
+        assert line.startswith("--set task.args.x"), line
+        assert len(line) < 400
+        (line,) = lines_of(write("b.toml", text))
+        assert line.startswith(f"{path.parent / 'b.toml'}"), line
+
+
+def test_values_may_be_nested(write):
+    config = load(write("a.toml", COMPLETE), ["task.args." + ".".join("x" * 30) + "=1"])
+    assert load(write("b.toml", dump(config))) == config
+
+
+def test_a_value_that_becomes_a_table_is_blamed_on_what_made_it_one(write):
+    path = write("a.toml", COMPLETE + "[run]\nnum_steps = 3\n")
+    assert lines_of(path, "run.num_steps.x=5")[0].endswith("(--set run.num_steps.x=5)")
+    (line,) = lines_of(path, "task.args.y={z=nan}")
+    assert line.startswith("task.args.y.z = nan: ")
+    assert line.endswith("(--set task.args.y={z=nan})")
+
+
 def test_a_longer_circle_is_refused(write):
     write("a.toml", "extends = 'b.toml'")
     write("b.toml", "extends = 'sub/../c.toml'")
@@ -360,11 +392,25 @@ def test_the_dump_holds_every_key(write):
     assert all(str(key[-1]) in text for key in known_keys() if "faults" not in key[:-1])
 
 
+SECRETS = ("db_password", "dbpassword", "x-api-key", "apiKey", "APIKey", "AWS_SECRET_ACCESS_KEY", "awsSecretKey")
+SECRETS += ("private_key", "auth_token", "accessToken", "api_token", "hf_token", "GITHUB_TOKEN")
+ORDINARY = ("label_key", "pad_token", "mask_token", "image_key", "sort_key", "labelKey", "tokens", "monkey")
+
+
+def test_an_ordinary_key_or_token_may_not_change_on_resume(write):
+    path = write("a.toml", COMPLETE)
+    saved = load(path, ["data.args.label_key='a'"])
+    with pytest.raises(InputRefused, match=r'data\.args\.label_key = "b": the run was started with "a"'):
+        check_resume(saved, load(path, ["data.args.label_key='b'"]))
+
+
 def test_secrets_are_redacted_and_nothing_else(write):
     secret = "hunter2"
     config = load(
         write("a.toml", COMPLETE),
         [f"data.args.{key}='{secret}'" for key in ("token", "api_key", "PASSWORD", "client_secret", "deep.key")]
+        + [f"data.args.secrets.{key}='{secret}'" for key in SECRETS]
+        + [f"data.args.ordinary.{key}='kept'" for key in ORDINARY]
         + [f"data.args.list=[{{key='{secret}'}}]", "data.args.empty_key=''", "data.args.num_token=3"]
         + ["data.args.keys='kept'", f"task.args.token=['{secret}']"],
     )
@@ -381,6 +427,8 @@ def test_secrets_are_redacted_and_nothing_else(write):
         "empty_key": "",
         "num_token": 3,
         "keys": "kept",
+        "secrets": dict.fromkeys(SECRETS, REDACTED),
+        "ordinary": dict.fromkeys(ORDINARY, "kept"),
     }
     assert redacted.task.args["token"] == (REDACTED,)
     assert secret in dump(config)
@@ -521,6 +569,13 @@ def test_continued_keeps_the_virtual_replicas_and_takes_the_rest(write):
     assert differences(saved, continued(saved, now)) == [("run.num_steps", 1000, 7), ("mesh.nodes", 1, 2)]
     with pytest.raises(InputRefused, match=r"run\.seed = 1"):
         continued(saved, load(write("a.toml", COMPLETE), ["run.seed=1"]))
+
+
+def test_continued_refuses_devices_that_cannot_share_the_virtual_replicas(write):
+    saved, _ = resumed(write)
+    now = load(write("a.toml", COMPLETE), ["mesh.nodes=3", "mesh.devices_per_node=1"])
+    with pytest.raises(SettingsRefused, match=r"virtual_replicas = 4, which 3 replicas .*: 1, 2, 4$"):
+        continued(saved, now)
 
 
 def test_leaves_are_all_values_and_empty_tables():

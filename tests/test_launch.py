@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ExitCode
-from trainer.launch import agent
+from trainer.launch import agent, worker
 from trainer.launch.abort import describe_exit, explain_abort
 from trainer.launch.spec import Event, Job, WorkerSpec, parse, send
 from trainer.launch.verdict import Failure, judge
@@ -191,6 +191,67 @@ def test_nothing_stays_behind(tmp_path):
     assert agents[3].returncode == ExitCode.DIED
     assert not any(alive(pid) for pid in pids[3])
     assert time.monotonic() - begin < 15  # of which 5.5 are for the stopped worker to react
+
+
+@pytest.mark.parametrize("file", ["pipe", "/dev/full"])
+def test_a_display_that_nobody_reads_goes_quiet(file):
+    if file == "pipe":
+        reader, fd = os.pipe()
+        os.close(reader)
+    else:
+        fd = os.open(file, os.O_WRONLY)
+    console = worker.open_console(fd)
+    assert console is not None
+    for _ in range(3):
+        console.print("x\n" * 10_000, highlight=False)
+    console.file.close()
+
+
+def python_worker(path: Path, code: str) -> agent.Worker:
+    """A worker that is gone already, having run ``code`` and said nothing."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.set_blocking(reader, False)
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    process.wait()
+    return agent.Worker(0, process, reader, path / "log")
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [("raise SystemExit(0)", 1), ("raise SystemExit(3)", 1), ("import os; os.abort()", 6)]
+)
+def test_who_ends_by_itself_without_a_word_is_at_fault(tmp_path, code, exit_code):
+    gone = python_worker(tmp_path, code)
+    agent.reap(gone)
+    os.close(gone.report_fd)
+    assert gone.failure is not None
+    assert gone.failure.exit_code == exit_code
+
+
+def test_a_run_directory_removed_in_mid_run_does_not_hide_the_verdict(tmp_path, capfd):
+    job = make_job(tmp_path, "vanish", 1)
+    assert agent.run(job) == ExitCode.HALTED
+    assert capfd.readouterr().err == "lockstep: the directory is gone\n"
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_refused_replacement_leaves_the_run_that_was_there(tmp_path, here, capfd):
+    run_dir = RunDir(Path(make_job(tmp_path, "refuse", 1).run_dir))
+    run_dir.metrics.write_text("old")
+    before = run_dir.config.read_text()
+    job = Job(before, str(run_dir.path), run_dir.begin_attempt(overwrite=True), entry="worker_entries:refuse")
+    if here:
+        code = (
+            "import sys, json; from trainer.launch import worker; from trainer.launch.spec import Job;"
+            "sys.exit(worker.run_here(Job(**json.loads(sys.argv[1]))))"
+        )
+        assert subprocess.run([sys.executable, "-c", code, json.dumps(asdict(job))], check=False).returncode == 2
+    else:
+        assert agent.run(job) == 2
+    assert capfd.readouterr().err == "lockstep: refused\n"
+    assert (run_dir.config.read_text(), run_dir.metrics.read_text()) == (before, "old")
+    assert read_json(run_dir.attempt_dir(2) / "verdict.json")["exit_code"] == 2
+    assert read_json(run_dir.verdict)["attempt"] == 2
 
 
 def test_a_misspelt_flag_is_named(tmp_path, monkeypatch, capfd):

@@ -15,6 +15,7 @@ LAYERS = (
     "errors",
     "import_path",
     "task",
+    "task_check",
     "config",
     "config_errors",
     "config_file",

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import loop, metrics
+from trainer import loop, metrics, story
 from trainer.config import Config
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir
@@ -172,3 +172,27 @@ def test_a_shorter_run_than_the_checkpoint_is_refused(unbroken, tmp_path):
     run(settings(run={"num_steps": 2}), tmp_path / "run")
     with pytest.raises(InputRefused, match=r"step 2, past run.num_steps = 1"):
         run(settings(run={"num_steps": 1}), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("every_steps", [0, 1])
+def test_parameters_that_an_update_poisoned_are_not_saved(tmp_path, every_steps):
+    optimizer = {"name": "sgd", "learning_rate": 3e38, "ema_decay": 0.0, "weight_decay": 1e38}
+    config = settings(run={"num_steps": 1}, optimizer=optimizer, checkpoint={"every_steps": every_steps})
+    with pytest.raises(Halted, match=r"parameter '.*' is not finite after step 1"):
+        run(config, tmp_path / "run")
+    assert not any(path.name.isdecimal() for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_new_run_does_not_go_on_from_the_checkpoints_of_another(tmp_path):
+    config = settings(run={"num_steps": 1}, checkpoint={"directory": str(tmp_path / "shared")})
+    run(config, tmp_path / "first")
+    for _ in range(2):  # a second try of what was refused is no more of a resumption than the first
+        with pytest.raises(InputRefused, match=r"shared holds checkpoints already \(step 1\)"):
+            run(config, tmp_path / "second")
+    run(config, tmp_path / "first", resume=True)
+
+
+def test_the_best_metrics_are_those_that_were_given():
+    rows = [{"loss": 2.0}, {"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.25}]
+    assert story._best(rows) == {"loss": 1.0, "accuracy": 0.5}
+    assert story._best(rows[:1]) == {}

@@ -1,6 +1,8 @@
 """The command line, as people and scripts call it: real processes, exit codes, and one line for each mistake."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -65,6 +67,8 @@ def test_resume_goes_on_and_refuses_other_settings(finished):
     )
     assert other.returncode == 3
     assert "optimizer.ema_decay" in other.stderr
+    assert [entry.name for entry in (run_dir / "attempts").iterdir()] == ["1"]
+    assert (run_dir / "verdict.json").is_file()
     same = [*SHORT, "--set", "optimizer.ema_decay=0.5", "--set", "run.num_steps=6"]
     longer = lockstep("train", "digits_mlp", *same, "--run-dir", run_dir, "--resume")
     assert longer.returncode == 0, longer.stderr
@@ -117,6 +121,52 @@ def test_a_mistake_is_one_line_and_the_right_code(tmp_path, arguments, code, wor
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_run_directory_is_one_line(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    shutil.rmtree(run_dir / "attempts" / "2", ignore_errors=True)  # another test's
+    for damaged in ("attempts/1/verdict.json", "config.toml"):
+        for text in ("[1, 2]\n[\n]", '"', "\0"):
+            (run_dir / damaged).write_text(text)
+            done = lockstep("status", run_dir)
+            assert (done.returncode, done.stdout) == (3, ""), done.stderr
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+            assert str(run_dir) in done.stderr
+
+
+def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    program = (
+        "import os, sys\nos.chdir(sys.argv[1]); os.rmdir(sys.argv[1])\n"
+        "os.execv(sys.executable, [sys.executable, '-P', '-m', 'trainer', 'train', 'digits_mlp'])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "gone")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stderr == "lockstep: the current directory does not exist any more: change to one that does\n"
+
+
+def test_a_users_own_configs_do_not_hide_the_shipped_ones(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("")
+    (tmp_path / "configs.py").write_text("")
+    done = lockstep("config", "digits_mlp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_survives_a_reader_that_goes_away_and_a_closed_output(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    for name, redirection in (("pipe", ""), ("closed", ">&-")):
+        command = [sys.executable, "-m", "trainer", "train", "digits_mlp", *SHORT, "--run-dir", str(tmp_path / name)]
+        shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
+        done = subprocess.run(shell, stdout=writer, stderr=subprocess.PIPE, timeout=240, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), name
+        assert (tmp_path / name / "checkpoints" / "4").is_dir()
+        assert (tmp_path / name / ".lock").read_text().strip().isdecimal()
+    os.close(writer)
 
 
 def test_config_prints_settings_that_load_again(tmp_path):

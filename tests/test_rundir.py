@@ -1,6 +1,8 @@
 """The run directory: who may write it, what is removed, and what is never touched."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,8 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
         (run_dir.path / link).symlink_to(outside)
     (run_dir.path / "notes.txt").write_text("mine")
     assert RunDir.open(run_dir.path, overwrite=True)[1] == 1
-    assert {entry.name for entry in run_dir.path.iterdir()} == {"attempts", "linked", "notes.txt"}
+    run_dir.write_config("")
+    assert {e.name for e in run_dir.path.iterdir()} == {"attempts", "config.toml", ".lock", "linked", "notes.txt"}
     assert (outside / "precious").exists()
 
 
@@ -69,8 +72,73 @@ def test_overwrite_removes_a_link_but_not_what_it_points_to(tmp_path):
     (tmp_path / "store" / "7").write_text("x")
     run_dir.checkpoints.symlink_to(tmp_path / "store")
     RunDir.open(run_dir.path, overwrite=True)
+    run_dir.write_config("")
     assert not run_dir.checkpoints.is_symlink()
     assert (tmp_path / "store" / "7").exists()
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {str(file.relative_to(path)): file.read_text() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_replaced_run_comes_back_if_the_new_one_is_refused(tmp_path, killed):
+    run_dir = make_run(tmp_path / "run")
+    (run_dir.checkpoints / "7" / "x").write_text("old")
+    run_dir.log(1, 0).write_text("old log")
+    before = contents(run_dir.path)
+    attempt = RunDir.open(run_dir.path, overwrite=True)[1]
+    run_dir.log(attempt, 0).write_text("new log")
+    run_dir.metrics.write_text("new")
+    (run_dir.checkpoints / "tmp").mkdir(parents=True)
+    if killed:
+        assert RunDir.open(run_dir.path, resume=True)[1] == 3
+    else:
+        assert run_dir.restore_replaced(attempt) == 2
+    assert contents(run_dir.path) == before | {"attempts/2/logs/rank-0.log": "new log"}
+    assert run_dir.restore_replaced(2) == 2
+    with pytest.raises(InputRefused, match="holds a run already"):
+        RunDir.open(run_dir.path)
+
+
+def test_a_run_is_replaced_for_good_once_the_new_one_has_its_settings(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    RunDir.open(run_dir.path, overwrite=True)
+    run_dir.write_config("new")
+    assert run_dir.restore_replaced(1) == 1
+    assert contents(run_dir.path).keys() == {".lock", "config.toml"}
+    assert run_dir.config.read_text() == "new"
+
+
+def test_a_killed_replacement_does_not_make_the_directory_look_free(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    RunDir.open(run_dir.path, overwrite=True)
+    with pytest.raises(InputRefused, match="holds a run already"):
+        RunDir.open(run_dir.path)
+
+
+def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from trainer.rundir import RunDir\n"
+        "RunDir.open(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for how in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(InputRefused, match=f"in use by process {holder.pid}:"):
+                RunDir.open(tmp_path, **how)
+        assert {entry.name for entry in tmp_path.iterdir()} == {".lock", "attempts"}
+        holder.kill()
+    assert RunDir.open(tmp_path)[1] == 2
+
+
+def test_a_new_attempt_has_no_verdict_yet(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    rundir.write_json(run_dir.verdict, {})
+    RunDir.open(run_dir.path, resume=True)
+    assert not run_dir.verdict.exists()
 
 
 @pytest.mark.parametrize("names", [["thesis.tex"], ["config.toml", "checkpoints/"], ["attempts/", "other"]])

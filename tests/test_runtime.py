@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,42 @@ def test_the_platform_is_the_settings_then_the_users():
 def test_a_gpu_that_is_demanded_and_missing_is_refused():
     with pytest.raises(SettingsRefused, match=r'mesh.platform = "gpu".*only cpu devices'):
         runtime.demand_gpu()
+
+
+@pytest.mark.parametrize("platforms", ["nonsense", "cuda"])
+@pytest.mark.parametrize("platform", ["auto", "gpu"])
+def test_a_platform_that_jax_cannot_start_is_refused(platforms, platform):
+    line = refusal_of_start(platform, JAX_PLATFORMS=platforms)
+    assert f"but JAX cannot start with JAX_PLATFORMS='{platforms}': " in line
+
+
+def test_uncompiled_steps_are_refused():
+    assert refusal_of_start("cpu", JAX_DISABLE_JIT="1").startswith("JAX_DISABLE_JIT is on")
+
+
+def refusal_of_start(platform: str, **environ: str) -> str:
+    """The one line with which ``start`` refuses, in a process of its own."""
+    code = f"""
+from trainer import runtime
+from trainer.config import Mesh
+from trainer.errors import SettingsRefused
+from trainer.placement import Placement
+try:
+    runtime.start(Mesh(platform="{platform}"), Placement(), init_seconds=9, shutdown_seconds=9, cache_dir=None)
+except SettingsRefused as refusal:
+    print(refusal)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    return line
+
+
+def test_more_emulated_devices_than_allowed_are_refused():
+    assert runtime.cpu_share(Mesh(nodes=1024), 1) == 1024
+    with pytest.raises(SettingsRefused, match="= 1025: at most 1024 on the CPU"):
+        runtime.cpu_share(Mesh(nodes=1025), 1)
 
 
 def test_the_cache_is_where_the_user_says(tmp_path):

@@ -10,6 +10,9 @@ import pytest
 from toy import Linear, Perceptron, Runner, mesh_of, rows
 
 from trainer.config import Optimizer
+from trainer.data.source import FAULT, RESERVED_NAMES
+from trainer.errors import Halted
+from trainer.hooks import judge
 from trainer.metrics import mean
 from trainer.step import Report, pack, read
 from trainer.task import LossParts
@@ -155,6 +158,26 @@ def test_a_sum_that_overflows_is_skipped_though_each_contribution_is_finite():
     assert report.non_finite.tolist() == [0, 0]
     assert report.consecutive_skips == 1
     np.testing.assert_array_equal(run.params["w"], [0, 0])
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1.0])
+def test_a_weight_that_is_no_number_of_examples_counts_as_non_finite(weight):
+    run = Runner(Linear(), mesh_of(1, 1), Optimizer(name="sgd", learning_rate=1.0, non_finite="skip"))
+    report = run.step(
+        {"x": np.ones((1, 2), np.float32), "weight": np.ones(1, np.float32), "tokens": np.full(1, weight, np.float32)}
+    )
+    assert (report.consecutive_skips, report.num_updates, bool(report.applied)) == (1, 0, False)
+    with pytest.raises(Halted, match=r"weight of the batch of step 1 is"):
+        judge(report, Optimizer(name="sgd", non_finite="halt"), np.zeros(1, int))
+
+
+def test_an_array_of_the_source_named_fault_is_an_array_like_any_other():
+    batch = {"x": np.float32([[1, 2]]), "weight": np.ones(1, np.float32)}
+    with_fault, without = (Runner(Linear(), mesh_of(1, 1), SGD) for _ in range(2))
+    with_fault.step({**batch, "fault": np.ones(1, np.float32)})
+    without.step(batch)
+    np.testing.assert_array_equal(with_fault.params["w"], without.params["w"])
+    assert FAULT in RESERVED_NAMES
 
 
 class Masks(Linear):

@@ -1,6 +1,7 @@
 """The command line. Thin: each command reads settings, calls one function, and ends with its exit code."""
 
 import json
+import os
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -10,11 +11,11 @@ import typer
 
 from trainer import config_file
 from trainer.config import Config
-from trainer.errors import LockstepError, SettingsRefused
+from trainer.errors import InputRefused, LockstepError, SettingsRefused
 from trainer.launch import agent
 from trainer.launch.spec import Job
 from trainer.rundir import RunDir, default_run_dir
-from trainer.status import describe
+from trainer.status import describe, saved_settings
 
 app = typer.Typer(
     help="Data-parallel training for JAX on many hosts, with the gradient exchange at its heart.",
@@ -43,9 +44,10 @@ def train(
 ) -> None:
     """Train CONFIG."""
     config = _load(config_path, overrides)
-    directory, attempt = RunDir.open(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
-    if directory.config.is_file():
-        config = config_file.continued(config_file.load(directory.config), config)
+    directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
+    if resume and directory.config.is_file():
+        config = config_file.continued(saved_settings(directory), config)
+    attempt = directory.begin_attempt(overwrite)
     _run(Job(config_file.dump(config), str(directory.path), attempt, processes), here=no_agent)
 
 
@@ -53,8 +55,8 @@ def train(
 def evaluate(run_dir: RunPath) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the test split; prints the metrics as JSON."""
     directory = RunDir.existing(run_dir)
-    text = config_file.dump(config_file.load(directory.config))
-    _run(Job(text, str(directory.path), entry="trainer.offline:evaluate"), here=True)
+    text = config_file.dump(saved_settings(directory))
+    _run(Job(text, str(directory.path), attempt=0, entry="trainer.offline:evaluate"), here=True)
 
 
 @app.command()
@@ -94,7 +96,9 @@ def show_config(
 
 
 def _load(path: str, overrides: list[str] | None) -> Config:
-    return config_file.load(path, overrides or (), search=[Path(str(files("configs")))])
+    beside = Path(__file__).parents[1] / "configs"  # a user may have a package 'configs' too
+    shipped = beside if beside.is_dir() else Path(str(files("configs")))
+    return config_file.load(path, overrides or (), search=[shipped])
 
 
 def _run(job: Job, *, here: bool) -> None:
@@ -105,9 +109,28 @@ def _run(job: Job, *, here: bool) -> None:
     raise typer.Exit(agent.run(job))
 
 
+def open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed: else the next file opened would take its place."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def require_current_directory() -> None:
+    """Refuses a current directory that was removed."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise InputRefused("the current directory does not exist any more: change to one that does") from None
+
+
 def main() -> None:
     """Runs the command line; a refusal is printed as it is, without a traceback."""
+    open_standard_streams()
     try:
+        require_current_directory()
         app()
     except LockstepError as error:
         for line in str(error).splitlines():

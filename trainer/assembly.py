@@ -15,10 +15,12 @@ from trainer import import_path, optimizer, runtime, sync
 from trainer import mesh as meshes
 from trainer.config import Config
 from trainer.data import Loader, open_source
+from trainer.data.source import FAULT
 from trainer.errors import InputRefused, SettingsRefused
 from trainer.state import Parts, TrainState, abstract
-from trainer.step import FAULT, Work
+from trainer.step import Work
 from trainer.task import Task
+from trainer.task_check import Subject, check_task
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ def assemble(config: Config) -> Assembly:
     )
     _check_same_data(loader)
     task = build_task(config)
+    num_virtual_replicas = resolve_virtual_replicas(config, mesh.size)
+    batch = task_batch_shapes(loader.read(0), data.global_batch)
+    check_task(Subject(task, config.task.target, data.source), batch, data.global_batch // num_virtual_replicas)
     params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
     trainable = optimizer.trainable_mask(params, config.optimizer.frozen)
     trained_shapes, _ = optimizer.split(params, trainable)
@@ -102,10 +107,19 @@ def assemble(config: Config) -> Assembly:
         mesh=mesh,
         loader=loader,
         parts=parts,
-        work=Work(mesh, resolve_virtual_replicas(config, mesh.size), config.run.seed),
+        work=Work(mesh, num_virtual_replicas, config.run.seed),
         schedule=optimizer.schedule(config.optimizer, config.run.num_steps),
         shapes=abstract(parts, mesh),
     )
+
+
+def task_batch_shapes(rows: dict[str, np.ndarray], num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of ``num_rows`` as a task gets it, given some rows of it."""
+    return {
+        name: jax.ShapeDtypeStruct((num_rows, *value.shape[1:]), value.dtype)
+        for name, value in rows.items()
+        if name != "example_id"
+    }
 
 
 def build_task(config: Config) -> Task:

@@ -14,9 +14,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 LARGEST_COUNT = 2**31 - 1
 """Steps and updates are counted in int32 on the device."""
 
+LONGEST_TIMEOUT = 1e6
+"""JAX counts a timeout in int32 milliseconds."""
+
+MOST_DEVICES = {"cpu": 1024, "gpu": 65536, "auto": 65536}
+"""In a mesh, by platform; the CPU emulates them all on one host."""
+
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Timeout = Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 ImportPath = Annotated[
@@ -49,7 +56,7 @@ def _freeze_item(key: Any, value: Any) -> Any:
     if not isinstance(key, str):
         raise ValueError(f"{key}: a key must be a text")
     if isinstance(value, dict):
-        return {name: _freeze_item(name, item) for name, item in value.items()}
+        return {name: _freeze_item(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_freeze_item(key, item) for item in value)
     if isinstance(value, float) and math.isnan(value):
@@ -70,9 +77,9 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _multiples(number: int, of: int) -> str:
-    """The positive multiples of ``of`` next to ``number``, for a message."""
+    """The positive multiples of ``of`` next to ``number`` that are allowed, for a message."""
     below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)
+    return " or ".join(str(n) for n in (below, below + of) if 0 < n <= LARGEST_COUNT)
 
 
 class Settings(BaseModel):
@@ -110,9 +117,9 @@ class Data(Settings):
     """digits, text, npz, tokens, images, arrayrecord, synthetic, or the import path of your own source."""
     global_batch: PositiveInt
     """Examples in one step over all replicas and virtual replicas."""
-    num_threads: PositiveInt = 2
+    num_threads: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads of each process that read examples ahead of the device."""
-    prefetch_batches: PositiveInt = 4
+    prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches of each process that are kept ready ahead of the device."""
     args: Args = Field(default_factory=dict)
     """Keywords for the source's constructor."""
@@ -210,6 +217,15 @@ class Mesh(Settings):
         return self.nodes if self.platform == "cpu" else None
 
     @model_validator(mode="after")
+    def _is_no_larger_than_allowed(self) -> "Mesh":
+        per_node = 1 if self.devices_per_node == "auto" else self.devices_per_node
+        most = MOST_DEVICES[self.platform]
+        if self.nodes * per_node > most:
+            key = "nodes" if self.nodes >= per_node else "devices_per_node"
+            _refuse([f'{key}: nodes * devices_per_node is at most {most} where platform is "{self.platform}"'])
+        return self
+
+    @model_validator(mode="after")
     def _every_device_has_whole_virtual_replicas(self) -> "Mesh":
         virtual, devices = self.virtual_replicas, self.num_devices
         if virtual != "auto" and devices and virtual % devices:
@@ -238,9 +254,9 @@ class Sync(Settings):
 class Timeouts(Settings):
     """Limits, in seconds."""
 
-    init_seconds: PositiveFloat = 300.0
+    init_seconds: Timeout = 300.0
     """From a worker's start until all processes have met."""
-    shutdown_seconds: PositiveFloat = 60.0
+    shutdown_seconds: Timeout = 60.0
     """From the end of the work until a worker is gone."""
 
 

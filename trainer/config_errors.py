@@ -108,6 +108,20 @@ def describe(node: Mapping[str, Any]) -> str:
     return "a table"
 
 
+def not_a_value(key: str, value: str) -> str:
+    """What to tell someone whose ``--set key=value`` is no TOML: how to write what was probably meant."""
+    bare = value.strip()
+    if bare.lower() in ("true", "false"):
+        return f"TOML writes {bare.lower()}"
+    try:
+        return f"TOML writes this number as {float(bare)!r}"
+    except ValueError:
+        pass
+    if re.fullmatch(r"[^\"'\n\\\[\]{}]*", bare):
+        return f"{bare!r} is not a TOML value; a text needs quotes that survive the shell: --set {key}='\"{bare}\"'"
+    return f'{bare!r} is not a TOML value; allowed are "texts", numbers, true, false, [lists] and {{ tables = 1 }}'
+
+
 @cache
 def known_keys() -> tuple[KeyPath, ...]:
     """Every table and key there is to set; position 0 stands for any entry of an array."""

@@ -5,6 +5,7 @@ too, is replaced. ``--set key=value`` comes last. Nothing here starts JAX.
 """
 
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -17,7 +18,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from trainer.config import Config
-from trainer.config_errors import KeyPath, dotted, explain, leaves, shown
+from trainer.config_errors import KeyPath, dotted, explain, leaves, not_a_value, shown
 from trainer.errors import InputRefused, SettingsRefused
 
 MAY_DIFFER_ON_RESUME = (
@@ -41,7 +42,16 @@ MAY_DIFFER_ON_RESUME = (
 REDACTED = "***"
 """What stands in a run directory for a password or the like."""
 
-_SECRET = re.compile(r"(token|key|password|secret)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(password|secret)$|^(token|key)$"
+    r"|(^|_)((access|account|api|private|secret|signing)_?key"
+    r"|(access|api|auth|bearer|github|hf|hub|refresh|session)_?token)$"
+)
+"""Keys, in snake case, whose texts are secrets. A token or key of any other kind, such as pad_token or label_key, is an
+ordinary setting, which the run directory must keep."""
+
+DEEPEST = 32
+"""Most names in a key, tables and lists within each other, and files that extend one another."""
 
 
 class _Layer(NamedTuple):
@@ -87,7 +97,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), search: Sequence[Path]
 def dump(config: Config, redact: bool = False) -> str:
     """The whole tree as TOML, every default written out; ``load`` of it gives an equal tree.
 
-    redact: replaces by '***' each non-empty text, at any depth, whose key ends in token, key, password or secret. For
+    redact: replaces by '***' each non-empty text, at any depth, whose key is that of a secret (see _SECRET). For
             whatever is written to disk or shown to others.
     """
     return tomli_w.dumps(_plain(config, redact))
@@ -147,9 +157,19 @@ def check_resume(saved: Config, now: Config) -> None:
 
 
 def continued(saved: Config, now: Config) -> Config:
-    """``now``, checked by ``check_resume``, with the number of virtual replicas that the run was started with."""
+    """``now``, checked by ``check_resume``, with the number of virtual replicas that the run was started with.
+
+    Raises SettingsRefused if they cannot be shared out equally between the devices that ``now`` asks for.
+    """
     check_resume(saved, now)
-    mesh = now.mesh.model_copy(update={"virtual_replicas": saved.mesh.virtual_replicas})
+    virtual, devices = saved.mesh.virtual_replicas, now.mesh.num_devices
+    if virtual != "auto" and devices and virtual % devices:
+        fitting = {n for low in range(1, math.isqrt(virtual) + 1) if virtual % low == 0 for n in (low, virtual // low)}
+        raise SettingsRefused(
+            f"mesh: the run was started with virtual_replicas = {virtual}, which {devices} replicas (nodes * "
+            f"devices_per_node) cannot share equally; numbers that can: {shown(sorted(fitting)).strip('[]')}"
+        )
+    mesh = now.mesh.model_copy(update={"virtual_replicas": virtual})
     return now.model_copy(update={"mesh": mesh})
 
 
@@ -168,7 +188,10 @@ def _validated(layers: Iterable[_Layer]) -> Config:
     main_file = ""
     for source, layer in layers:
         tree = _merged(tree, layer)
-        origins |= {path: source for path, _ in leaves(layer)}
+        new = {path: source for path, _ in leaves(layer)}
+        # A value that became a table is set no longer, least of all where it was before.
+        outer = {path[:length] for path in new for length in range(1, len(path))}
+        origins = {path: place for path, place in origins.items() if path not in outer} | new
         main_file = main_file if source.startswith("--set") else source
 
     def origin(path: KeyPath) -> str:
@@ -197,7 +220,11 @@ def _file_layers(path: Path, search: Sequence[Path], above: tuple[Path, ...]) ->
     chain = (*above, path)
     if any(os.path.realpath(path) == os.path.realpath(other) for other in above):
         raise SettingsRefused(f"{chain[0]}: files extend each other in a circle: {' -> '.join(map(str, chain))}")
+    if len(chain) > DEEPEST:
+        raise SettingsRefused(f"{chain[0]}: more than {DEEPEST} files extend one another")
     tree = _parsed(path)
+    if _too_deep(tree):
+        raise SettingsRefused(f"{path}: {_TOO_DEEP}")
     base = tree.pop("extends", None)
     if base is None:
         return [_Layer(str(path), tree)]
@@ -246,18 +273,36 @@ def _override_layer(text: str) -> _Layer:
         raise SettingsRefused(f"{source}: allowed is --set KEY=VALUE, as in --set run.num_steps=100")
     path = _key_path(key)
     if not path:
-        raise SettingsRefused(f"{source}: {key!r} is not a key; allowed are names joined by dots, as in run.num_steps")
+        shown_key = repr(key if len(key) <= 80 else f"{key[:77]}...")
+        raise SettingsRefused(
+            f"{source}: {shown_key} is not a key; allowed are names joined by dots, as in run.num_steps"
+        )
     if path == ("extends",):
         raise SettingsRefused(f"{source}: only a file can extend another")
     try:
         value.encode()
         # The unpacking fails if the text holds more than one value, such as a line break and a second assignment.
         [(_, parsed)] = tomllib.loads(f"value={value}").items()
-    except (ValueError, RecursionError):
-        raise SettingsRefused(f"{source}: {_not_a_value(key, value)}") from None
+    except RecursionError:
+        raise SettingsRefused(f"{source}: {_TOO_DEEP}") from None
+    except ValueError:
+        raise SettingsRefused(f"{source}: {not_a_value(key, value)}") from None
     for name in reversed(path):
         parsed = {name: parsed}
+    if _too_deep(parsed):
+        raise SettingsRefused(f"{source}: {_TOO_DEEP}")
     return _Layer(source, parsed)
+
+
+_TOO_DEEP = f"allowed are at most {DEEPEST} tables and lists within each other"
+
+
+def _too_deep(tree: Any) -> bool:
+    level = [tree]
+    for _ in range(DEEPEST + 1):
+        inner = (value.values() if isinstance(value, Mapping) else value for value in level)
+        level = [item for items in inner for item in items if isinstance(item, Mapping | list)]
+    return bool(level)
 
 
 def _key_path(key: str) -> tuple[str, ...]:
@@ -268,20 +313,6 @@ def _key_path(key: str) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         return ()
     return () if "\n" in key else tuple(map(str, path))
-
-
-def _not_a_value(key: str, value: str) -> str:
-    """How to write what was probably meant."""
-    bare = value.strip()
-    if bare.lower() in ("true", "false"):
-        return f"TOML writes {bare.lower()}"
-    try:
-        return f"TOML writes this number as {float(bare)!r}"
-    except ValueError:
-        pass
-    if re.fullmatch(r"[^\"'\n\\\[\]{}]*", bare):
-        return f"{bare!r} is not a TOML value; a text needs quotes that survive the shell: --set {key}='\"{bare}\"'"
-    return f'{bare!r} is not a TOML value; allowed are "texts", numbers, true, false, [lists] and {{ tables = 1 }}'
 
 
 def _plain(config: Config, redact: bool) -> dict[str, Any]:
@@ -295,6 +326,7 @@ def _redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
             return _redacted(value)
         if isinstance(value, list | tuple):
             return tuple(clean(key, item) for item in value)
-        return REDACTED if isinstance(value, str) and value and _SECRET.search(key) else value
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", key).lower()
+        return REDACTED if isinstance(value, str) and value and _SECRET.search(snake) else value
 
     return {key: clean(key, value) for key, value in tree.items()}

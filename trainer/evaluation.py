@@ -1,13 +1,16 @@
 """Evaluation on the test split: every example once, whatever the number of devices."""
 
 import jax
+import numpy as np
 
 from trainer import mesh as meshes
-from trainer.assembly import Assembly
+from trainer.assembly import Assembly, task_batch_shapes
 from trainer.data import Batches, evaluation_batches, open_source
+from trainer.data.batches import read_batch, read_filler
 from trainer.metrics import Row, mean, merge
 from trainer.state import TrainState
 from trainer.step import evaluation_program, params_to_evaluate
+from trainer.task_check import Subject, check_evaluation
 
 
 class Evaluator:
@@ -18,6 +21,13 @@ class Evaluator:
         self._pieces = pieces
         self._source = open_source(pieces.config.data, "test")
         self._batches().close()
+        config = pieces.config
+        row = read_batch(self._source, read_filler(self._source), np.zeros(1, np.int64))
+        check_evaluation(
+            Subject(pieces.parts.task, config.task.target, config.data.source),
+            task_batch_shapes(row, config.data.global_batch),
+            config.data.global_batch // pieces.work.num_virtual_replicas,
+        )
         self._program = evaluation_program(pieces.parts, pieces.work)
 
     def __call__(self, state: TrainState) -> Row:

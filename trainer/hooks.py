@@ -3,6 +3,7 @@
 A report is read one step late, while the device is busy with the next step, so that reading never stalls it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,10 @@ def judge(report: Report, settings: Optimizer, ranks: np.ndarray) -> None:
     if report.consecutive_skips == 0:
         return
     replicas = np.flatnonzero(report.non_finite)
-    if replicas.size:
+    weight = float(report.metrics["loss"][1])
+    if not 0 <= weight < math.inf:
+        what = f"the task's weight of the batch of step {report.step} is {weight}, which is no number of examples"
+    elif replicas.size:
         names = ", ".join(f"rank {rank}" for rank in sorted(set(ranks[replicas].tolist())))
         what = f"non-finite loss or gradient in step {report.step}, from {names} (replicas {replicas.tolist()})"
     else:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -39,6 +40,8 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
     """
     begin = time.perf_counter()
     first = runtime.rank() == 0
+    # Rank 0 decides, before it writes the settings: elsewhere the run directory may be another machine's.
+    is_new = runtime.agree("new run", not run_dir.config.is_file())[0]
     with ExitStack() as stack:
         display = stack.enter_context(Display(console, config.run.num_steps) if first and console else NullDisplay())
         pieces = assemble(config)
@@ -47,7 +50,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
 
         display.banner(facts(pieces, run_dir, attempt, checkpoints.latest()))
         program = compile_step(pieces, display)
-        state = starting_state(pieces, checkpoints)
+        state = starting_state(pieces, checkpoints, is_new)
         start = int(state.step)
         # Only now that nothing was refused does the directory become a run's, or its settings change.
         writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
@@ -124,15 +127,21 @@ def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
     return config.checkpoint.directory or str(run_dir.checkpoints)
 
 
-def starting_state(pieces: Assembly, checkpoints: Checkpoints) -> TrainState:
+def starting_state(pieces: Assembly, checkpoints: Checkpoints, is_new: bool) -> TrainState:
     """The newest checkpoint's state, or a fresh one.
 
     Raises:
-        InputRefused: the checkpoint does not continue with these settings or this data.
+        InputRefused: the checkpoint does not continue with these settings or this data, or the run ``is_new`` and
+            has no business with the checkpoints that are there.
     """
     newest = checkpoints.latest()
     if newest is None:
         return states.create_on_mesh(pieces.parts, pieces.mesh, pieces.config.run.seed)
+    if is_new:
+        raise InputRefused(
+            f"checkpoint.directory = {checkpoints.directory} holds checkpoints already (step {newest}): point "
+            "checkpoint.directory elsewhere, or resume the run they belong to"
+        )
     if newest > pieces.config.run.num_steps:
         raise InputRefused(
             f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {pieces.config.run.num_steps}: "
@@ -173,6 +182,27 @@ def digesting(recorder: Recorder) -> Hook:
     return hook
 
 
+def refuse_non_finite(params: Any, step: int) -> None:
+    """Ends the run if a parameter is not finite, as an update may leave it whose gradient was.
+
+    Raises:
+        Halted: names the first such parameter.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, _), finite in zip(leaves, jax.device_get(_finite([leaf for _, leaf in leaves])), strict=True):
+        if not finite:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise Halted(
+                f"parameter {name!r} is not finite after step {step}, though the gradients were: nothing was saved of "
+                "it; lower optimizer.learning_rate"
+            )
+
+
+@jax.jit
+def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+
+
 def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, display: Display, attempt: int) -> Hook:
     """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
     meta = {
@@ -184,6 +214,7 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, displ
     def hook(moment: Moment) -> None:
         recorder.flush()
         with recorder.pace.paused():
+            refuse_non_finite(states.trainable_part(pieces.parts, moment.state.params), moment.step)
             checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
         display.saving(moment.step, checkpoints.path(moment.step))
 

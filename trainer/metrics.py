@@ -94,11 +94,16 @@ def to_line(row: Mapping[str, Any]) -> bytes:
         raise ValueError(f"a row has kind = {kind!r}; allowed: {', '.join(REQUIRED_KEYS)}")
     if missing := [key for key in REQUIRED_KEYS[kind] if key not in row]:
         raise ValueError(f"a row of kind {kind!r} lacks {', '.join(missing)}")
+    return (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
+
+
+def to_json(row: Mapping[str, Any]) -> Row:
+    """``row`` in plain JSON values: None for what is not finite, and the keys of that under ``non_finite``."""
     converted = {key: _convert(value) for key, value in row.items()}
     plain = {key: item.value for key, item in converted.items()}
     if non_finite := [key for key, item in converted.items() if not item.finite]:
         plain["non_finite"] = non_finite
-    return (json.dumps(plain, allow_nan=False) + "\n").encode()
+    return plain
 
 
 class MetricsWriter:

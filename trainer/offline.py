@@ -1,6 +1,7 @@
 """What is done with a run afterwards: evaluate its newest checkpoint, or export the parameters."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from trainer import config_file
@@ -18,6 +20,7 @@ from trainer.config import Config
 from trainer.errors import InputRefused, SettingsRefused
 from trainer.evaluation import Evaluator
 from trainer.loop import checkpoint_directory
+from trainer.metrics import to_json
 from trainer.rundir import RunDir
 
 FORMATS = (".safetensors", ".npz")
@@ -38,7 +41,7 @@ def evaluate(config: Config, run_dir: RunDir, attempt: int, console: Console | N
         state = checkpoints.restore(step, pieces.shapes).state
     row = {"step": step, **evaluator(state)}
     if console is not None:
-        console.print(json.dumps(row), soft_wrap=True, markup=False, highlight=False)
+        console.print(json.dumps(to_json(row), allow_nan=False), soft_wrap=True, markup=False, highlight=False)
 
 
 def export(run_dir: RunDir, output: Path) -> str:
@@ -59,19 +62,37 @@ def export(run_dir: RunDir, output: Path) -> str:
             averages = named_arrays(checkpoints.read(step, "optimizer"))
             arrays |= {name.partition(EMA)[2]: average for name, average in averages.items() if EMA in name}
     try:
-        if output.suffix == ".npz":
-            np.savez(output, **arrays)  # pyright: ignore[reportArgumentType] # numpy's stub takes a name for allow_pickle
-        else:
-            save_file(arrays, output)
-    except OSError as error:
-        raise InputRefused(f"--output {output} cannot be written: {error.strerror or error}") from error
+        write_arrays(output, arrays)
+    except (OSError, SafetensorError) as error:
+        raise InputRefused(
+            f"--output {output} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return f"{len(arrays)} arrays of step {step} written to {output}"
 
 
+def write_arrays(output: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes ``arrays`` to ``output``, whole or not at all. NumPy's format knows no bfloat16: float32 stands for it."""
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp{output.suffix}")
+    try:
+        if output.suffix == ".npz":
+            # The dtypes that NumPy itself does not know are of kind V, and float32 holds each of their values.
+            known = {
+                name: array.astype(np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()
+            }
+            np.savez(temporary, **known)  # pyright: ignore[reportArgumentType] # the stub takes a name for allow_pickle
+        else:
+            save_file(arrays, temporary)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def named_arrays(tree: Any) -> dict[str, np.ndarray]:
-    """The leaves of a tree of nested dicts as contiguous NumPy arrays, by their path 'a/b/c'."""
+    """The leaves of a tree of nested dicts as contiguous NumPy arrays of the same shapes, by their path 'a/b/c'."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.ascontiguousarray(leaf) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C") for path, leaf in leaves
+    }
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from trainer.config import Mesh
+from trainer.config import MOST_DEVICES, Mesh
 from trainer.errors import SettingsRefused
 from trainer.placement import Placement
 
@@ -52,8 +52,11 @@ def start(
     cache_dir:        where compiled programs are kept for the next start (see ``cache_directory``); None: nowhere.
 
     Raises:
-        SettingsRefused: the devices cannot be shared out equally, or a GPU is demanded and there is none.
+        SettingsRefused: the devices cannot be shared out equally, a GPU is demanded and there is none, JAX cannot start
+            on what JAX_PLATFORMS names, or JAX_DISABLE_JIT is on.
     """
+    if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "y", "yes", "t", "true", "on"):
+        raise SettingsRefused("JAX_DISABLE_JIT is on, but training needs compiled steps: unset it")
     emulated = uses_cpu(mesh, os.environ)
     if emulated:
         emulate_devices(mesh, placement)
@@ -64,6 +67,8 @@ def start(
         connect(placement, local_ids, init_seconds, shutdown_seconds)
     if mesh.platform == "gpu":
         demand_gpu()
+    elif not emulated:  # emulated devices start whatever JAX_PLATFORMS says
+        first_platform(mesh.platform)
 
 
 def stop() -> None:
@@ -131,9 +136,14 @@ def cpu_share(mesh: Mesh, processes: int) -> int:
     """How many emulated devices each process has.
 
     Raises:
-        SettingsRefused: they cannot be shared out equally.
+        SettingsRefused: they cannot be shared out equally, or are too many.
     """
     per_node = 1 if mesh.devices_per_node == "auto" else mesh.devices_per_node
+    most = MOST_DEVICES["cpu"]
+    if mesh.nodes * per_node > most:  # known only now where the platform is "auto"
+        raise SettingsRefused(
+            f"mesh.nodes * mesh.devices_per_node = {mesh.nodes * per_node}: at most {most} on the CPU"
+        )
     return equal_share(mesh.nodes * per_node, processes, f"{mesh.nodes} x {per_node} devices of [mesh]")
 
 
@@ -172,15 +182,31 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
+def first_platform(wanted: str) -> str:
+    """Starts JAX's devices, and says what they are: 'cpu', 'gpu' or the like.
+
+    wanted: mesh.platform, for the message.
+
+    Raises:
+        SettingsRefused: JAX cannot start them.
+    """
+    try:
+        return jax.devices()[0].platform
+    except (RuntimeError, AssertionError) as error:  # the latter, without a word, for a known platform that is missing
+        reason = " ".join(str(error).split()) or "no such device"
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        raise SettingsRefused(
+            f'mesh.platform = "{wanted}", but JAX cannot start with JAX_PLATFORMS={chosen!r}: '
+            f'{reason}; unset JAX_PLATFORMS, or set mesh.platform = "cpu"'
+        ) from error
+
+
 def demand_gpu() -> None:
     """Raises SettingsRefused unless JAX has a GPU, and would use it."""
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise SettingsRefused(f'mesh.platform = "gpu", but JAX cannot start: {error}') from error
-    if devices[0].platform != "gpu":
+    found = first_platform("gpu")
+    if found != "gpu":
         raise SettingsRefused(
-            f'mesh.platform = "gpu", but JAX finds only {devices[0].platform} devices: install the "cuda" extra, check '
+            f'mesh.platform = "gpu", but JAX finds only {found} devices: install the "cuda" extra, check '
             'that JAX_PLATFORMS does not exclude it, or set mesh.platform = "cpu"'
         )
 

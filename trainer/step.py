@@ -17,13 +17,11 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from trainer.data.source import FAULT
 from trainer.mesh import AXES
 from trainer.optimizer import ema_params, global_norm
 from trainer.state import Parts, TrainState, specs, trainable_part, with_frozen
 from trainer.task import Batch, LossParts, Sums
-
-FAULT = "fault"
-"""Name of the optional rows that are added to the loss: NaN there is how a non-finite contribution is staged."""
 
 
 class Work(NamedTuple):
@@ -240,7 +238,7 @@ def _step(
     norm = global_norm(gradient)
     # One entry that is not finite makes the sum not finite, so a look at the sum says whether to look for whose it was.
     flags = non_finite(work, contribution, suspected=~(jnp.isfinite(norm) & jnp.isfinite(loss)))
-    finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm)
+    finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm) & jnp.isfinite(weight) & (weight >= 0)
     wanted = finite & (weight > 0)
     after = apply(parts, state, gradient, sync, statistics, norm=norm, wanted=wanted)
     after = after._replace(consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1))

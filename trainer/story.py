@@ -86,7 +86,7 @@ def _metrics(row: Row) -> dict[str, float]:
 def _best(rows: Sequence[Row]) -> dict[str, float]:
     if len(rows) < 2:
         return {}
-    best = {"loss": min(row["loss"] for row in rows)}
-    if "accuracy" in rows[0]:
-        best["accuracy"] = max(row["accuracy"] for row in rows)
-    return best
+    choose_best = {"loss": min, "accuracy": max}
+    values = {name: [row.get(name) for row in rows] for name in choose_best}
+    given = {name: [value for value in found if value is not None] for name, found in values.items()}
+    return {name: choose_best[name](found) for name, found in given.items() if found}

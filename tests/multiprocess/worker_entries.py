@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -100,3 +101,13 @@ def sleep(config: Config, run_dir: RunDir, attempt: int, console: Console | None
     Path(run_dir.path / f"pid-{runtime.rank()}").write_text(str(os.getpid()))
     sys.stdout.flush()
     time.sleep(600)
+
+
+def vanish(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Loses its run directory, and halts."""
+    shutil.rmtree(run_dir.path)
+    raise Halted("the directory is gone")
+
+
+def refuse(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    raise SettingsRefused("refused")

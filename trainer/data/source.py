@@ -17,8 +17,11 @@ Split = Literal["train", "test"]
 Example = dict[str, np.ndarray]
 """Named arrays (or NumPy scalars) of one example, without a batch dim."""
 
-RESERVED_NAMES = frozenset({"weight", "example_id"})
-"""Names that the loader adds to a batch."""
+FAULT = "__fault__"
+"""Name of the optional rows that are added to the loss: NaN there is how a non-finite contribution is staged."""
+
+RESERVED_NAMES = frozenset({"weight", "example_id", FAULT})
+"""Names that are added to a batch, which no source may have."""
 
 
 @runtime_checkable

@@ -22,9 +22,9 @@ from typing import Any
 from trainer.errors import ExitCode
 from trainer.launch.abort import describe_exit, explain_abort, last_lines, log_tail
 from trainer.launch.spec import Event, Job, WorkerSpec, parse
-from trainer.launch.verdict import Failure, Verdict, judge, tell
+from trainer.launch.verdict import Failure, Verdict, judge, record, say, tell
 from trainer.placement import Placement
-from trainer.rundir import RunDir, write_json
+from trainer.rundir import RunDir
 
 POLL_SECONDS = 0.05
 PIPE_BYTES = 65536
@@ -69,6 +69,7 @@ class Signals:
 def run(job: Job) -> int:
     """Runs ``job`` to its end and returns the exit code. Says why it failed on stderr, once, and in verdict.json."""
     run_dir = RunDir(Path(job.run_dir))
+    attempt = job.attempt
     with noting_signals() as signals, reserved_port() as port:
         workers: list[Worker] = []
         try:
@@ -77,9 +78,12 @@ def run(job: Job) -> int:
             watch(workers, signals)
         finally:
             end(workers, signals)
+            with suppress(OSError):
+                attempt = run_dir.restore_replaced(attempt)
+    for worker in workers:
+        worker.log = run_dir.log(attempt, worker.rank)
     verdict = conclude(workers, signals)
-    for directory in (run_dir.attempt_dir(job.attempt), run_dir.path):
-        write_json(directory / "verdict.json", verdict.as_json(job.attempt))
+    record(verdict, run_dir, attempt)
     announce(verdict, workers)
     return int(verdict.exit_code)
 
@@ -205,10 +209,13 @@ def reap(worker: Worker) -> None:
         return
     code = worker.process.returncode
     explanation = explain_abort(log_tail(worker.log))
+    exit_code = ExitCode.PROGRAM_FAULT if code >= 0 else ExitCode.DIED  # who ends by itself does so again
+    if explanation is not None:
+        exit_code = ExitCode.SETTINGS_REFUSED
     worker.failure = Failure(
         rank=worker.rank,
         seconds=time.monotonic(),
-        exit_code=ExitCode.DIED if explanation is None else ExitCode.SETTINGS_REFUSED,
+        exit_code=exit_code,
         message=explanation or f"rank {worker.rank} {describe_exit(code)}",
         explained=explanation is not None,
         returncode=code,
@@ -243,10 +250,11 @@ def announce(verdict: Verdict, workers: Sequence[Worker]) -> None:
     if verdict.exit_code == ExitCode.COMPLETED:
         return
     if os.isatty(1):
-        os.write(1, b"\x1b[?25h")  # a progress line that was cut off has left the cursor hidden
+        with suppress(OSError):
+            os.write(1, b"\x1b[?25h")  # a progress line that was cut off has left the cursor hidden
     failure = verdict.failure
     if failure is not None and not failure.explained:
         log = workers[failure.rank].log
-        print(last_lines(log_tail(log)), file=sys.stderr)
+        say(last_lines(log_tail(log)))
         tell(f"the log is {log}")
     tell(verdict.message)

@@ -14,7 +14,7 @@ class Job:
 
     config:        the resolved settings, as TOML.
     run_dir:       path of the run directory, made ready by ``RunDir.open``.
-    attempt:       the number that ``RunDir.open`` returned.
+    attempt:       the number that ``RunDir.open`` returned; 0 if this is none, and leaves no verdict.
     num_processes: how many workers.
     resume:        whether the user asked to go on with an existing run.
     entry:         import path of what the workers call: (config, run_dir, attempt, console) -> None.

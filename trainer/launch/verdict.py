@@ -4,10 +4,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import ExitCode
+from trainer.rundir import RunDir, write_json
 
 DIED_WITH_US = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGUSR1)
 
@@ -52,7 +54,20 @@ class Verdict:
 def tell(message: str) -> None:
     """Prints ``message`` on stderr, every line of it marked as ours."""
     for line in message.splitlines():
-        print(f"lockstep: {line}", file=sys.stderr, flush=True)
+        say(f"lockstep: {line}")
+
+
+def say(text: str) -> None:
+    """Prints ``text`` on stderr. That nobody reads it is no reason to fail."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def record(verdict: Verdict, run_dir: RunDir, attempt: int) -> None:
+    """Writes verdict.json, of the attempt and of the run. A directory that is gone or full is no reason to fail."""
+    for directory in (run_dir.attempt_dir(attempt), run_dir.path):
+        with suppress(OSError):
+            write_json(directory / "verdict.json", verdict.as_json(attempt))
 
 
 def is_consequence(failure: Failure) -> bool:

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ import textwrap
 import tomllib
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
@@ -18,9 +21,12 @@ from trainer import import_path, runtime
 from trainer.config import Config
 from trainer.errors import ExitCode, LockstepError, SettingsRefused
 from trainer.launch.spec import Event, Job, WorkerSpec, send
-from trainer.launch.verdict import tell
+from trainer.launch.verdict import Verdict, record, tell
 from trainer.placement import Placement
 from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Entry = Callable[[Config, RunDir, int, Console | None], None]
 
@@ -49,14 +55,23 @@ def main() -> None:
 
 def run_here(job: Job) -> int:
     """Runs ``job`` in this very process, for a debugger. Returns the exit code; an unexpected exception propagates."""
+    verdict = Verdict(ExitCode.PROGRAM_FAULT, "ended by an exception")
     try:
         if job.num_processes > 1:
             raise SettingsRefused(f"--no-agent runs one process, not --processes {job.num_processes}")
-        work(job, Placement(), Console(), started=lambda: None)
+        console = open_console(os.dup(1)) if job.attempt else Console()
+        work(job, Placement(), console, started=lambda: None)
+        verdict = Verdict(ExitCode.COMPLETED, "completed")
     except LockstepError as error:
         tell(str(error))
-        return int(error.exit_code)
-    return int(ExitCode.COMPLETED)
+        verdict = Verdict(error.exit_code, str(error))
+    finally:
+        if job.attempt:
+            run_dir, attempt = RunDir(Path(job.run_dir)), job.attempt
+            with suppress(OSError):
+                attempt = run_dir.restore_replaced(attempt)
+            record(verdict, run_dir, attempt)
+    return int(verdict.exit_code)
 
 
 def work(job: Job, placement: Placement, console: Console | None, started: Callable[[], None]) -> None:
@@ -74,11 +89,26 @@ def work(job: Job, placement: Placement, console: Console | None, started: Calla
     entry(config, RunDir(Path(job.run_dir)), job.attempt, console)
 
 
+class Display(io.FileIO):
+    """Somebody's standard output, written for as long as it can be: a reader that went away must not end a run."""
+
+    gone = False
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Writes, or does as if; returns the number of bytes taken."""
+        if not self.gone:
+            try:
+                return super().write(data) or 0
+            except OSError:
+                self.gone = True
+        return memoryview(data).nbytes
+
+
 def open_console(fd: int | None) -> Console | None:
-    """A console on the agent's standard output; None for a worker that has none."""
+    """A console on the agent's standard output, which goes quiet when that fails; None for a worker that has none."""
     if fd is None:
         return None
-    file = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
+    file = io.TextIOWrapper(io.BufferedWriter(Display(fd, "w")), encoding="utf-8", errors="replace")
     width = os.get_terminal_size(fd).columns if file.isatty() else PLAIN_WIDTH
     return Console(file=file, width=width or PLAIN_WIDTH)
 
