@@ -394,6 +394,7 @@ def test_the_dump_holds_every_key(write):
 
 SECRETS = ("db_password", "dbpassword", "x-api-key", "apiKey", "APIKey", "AWS_SECRET_ACCESS_KEY", "awsSecretKey")
 SECRETS += ("private_key", "auth_token", "accessToken", "api_token", "hf_token", "GITHUB_TOKEN")
+SECRETS += ("wandb_key", "slack_token", "ssh-key", "openaiKey")
 ORDINARY = ("label_key", "pad_token", "mask_token", "image_key", "sort_key", "labelKey", "tokens", "monkey")
 
 

@@ -62,3 +62,10 @@ def test_missing_test_data_is_found_before_training():
     )
     with pytest.raises(InputRefused, match="test split"):
         Evaluator(assembly.assemble(config))
+
+
+def test_hundreds_of_batches_are_counted_exactly():
+    data = {**CONFIG["data"], "args": {**CONFIG["data"]["args"], "num_test_examples": 8 * 300}}
+    pieces = assembly.assemble(Config.model_validate({**CONFIG, "data": data}))
+    row = Evaluator(pieces)(state.create_on_mesh(pieces.parts, pieces.mesh, 0))
+    assert row["examples"] == 2400

@@ -43,12 +43,12 @@ REDACTED = "***"
 """What stands in a run directory for a password or the like."""
 
 _SECRET = re.compile(
-    r"(password|secret)$|^(token|key)$"
-    r"|(^|_)((access|account|api|private|secret|signing)_?key"
-    r"|(access|api|auth|bearer|github|hf|hub|refresh|session)_?token)$"
+    r"(password|secret)$"
+    r"|^(?!(.*_)?(bos|class|cls|data|eos|feature|image|input|label|mask|pad|sep|sort|source|target|text|unk|weight)_)"
+    r"(.*_)?(token|key)$"
 )
-"""Keys, in snake case, whose texts are secrets. A token or key of any other kind, such as pad_token or label_key, is an
-ordinary setting, which the run directory must keep."""
+"""Keys, in snake case, whose texts are secrets: what ends in password or secret, and a token or key of any kind but the
+ordinary ones listed, such as pad_token and label_key, which the run directory must keep."""
 
 DEEPEST = 32
 """Most names in a key, tables and lists within each other, and files that extend one another."""

@@ -32,13 +32,14 @@ class Evaluator:
 
     def __call__(self, state: TrainState) -> Row:
         """The metrics of the test split, ``loss`` among them, and the exact number of its ``examples``."""
-        params = params_to_evaluate(state)
+        params, mesh, sums, pending = params_to_evaluate(state), self._pieces.mesh, [], None
         with self._batches() as batches:
-            sums = [
-                self._program(params, state.model_state, meshes.place_rows(self._pieces.mesh, batch))
-                for batch in batches
-            ]
-        total = merge(jax.device_get(sums))
+            for batch in batches:
+                # Read one batch late: the device is never idle, and never has more than two programs to exchange in,
+                # for emulated devices that wait for each other in many of them take all threads and stop for good.
+                before, pending = pending, self._program(params, state.model_state, meshes.place_rows(mesh, batch))
+                sums += [] if before is None else [jax.device_get(before)]
+        total = merge([*sums, jax.device_get(pending)])
         examples, _ = total.pop("examples")
         return {**{name: mean(*pair) for name, pair in total.items()}, "examples": int(examples)}
 
