@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -24,9 +24,6 @@ from trainer.launch.spec import Event, Job, WorkerSpec, send
 from trainer.launch.verdict import Verdict, record, tell
 from trainer.placement import Placement
 from trainer.rundir import RunDir
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 Entry = Callable[[Config, RunDir, int, Console | None], None]
 
@@ -94,7 +91,7 @@ class Display(io.FileIO):
 
     gone = False
 
-    def write(self, data: "ReadableBuffer", /) -> int:
+    def write(self, data: Any, /) -> int:
         """Writes, or does as if; returns the number of bytes taken."""
         if not self.gone:
             try:
