@@ -70,7 +70,8 @@ def assemble(config: Config) -> Assembly:
         InputRefused: data that cannot be used.
     """
     mesh = meshes.make(config.mesh)
-    config = with_virtual_replicas(config, resolve_virtual_replicas(config, mesh.size))
+    num_virtual_replicas = resolve_virtual_replicas(config, mesh.size)
+    config = with_virtual_replicas(config, num_virtual_replicas)
     _check_faults(config)
     source = open_source(config.data, "train")
     data = config.data
@@ -84,7 +85,6 @@ def assemble(config: Config) -> Assembly:
     )
     _check_same_data(loader)
     task = build_task(config)
-    num_virtual_replicas = resolve_virtual_replicas(config, mesh.size)
     batch = task_batch_shapes(loader.read(0), data.global_batch)
     check_task(Subject(task, config.task.target, data.source), batch, data.global_batch // num_virtual_replicas)
     params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])

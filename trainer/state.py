@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as meshes
+from trainer import optimizer
 from trainer.sync import state_specs
 from trainer.task import Task
 
@@ -46,14 +47,7 @@ class Parts(NamedTuple):
 
 def trainable_part(parts: Parts, params: Any) -> Any:
     """The trained parameters, with None (which JAX takes for nothing at all) in place of the frozen ones."""
-    return jax.tree.map(lambda leaf, trained: leaf if trained else None, params, parts.trainable)
-
-
-def with_frozen(trainable: Any, params: Any) -> Any:
-    """``trainable`` with the frozen parameters filled in from ``params``."""
-    return jax.tree.map(
-        lambda new, old: old if new is None else new, trainable, params, is_leaf=lambda leaf: leaf is None
-    )
+    return optimizer.split(params, parts.trainable)[0]
 
 
 def create(parts: Parts, key: jax.Array) -> TrainState:

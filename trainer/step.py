@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from trainer.data.source import FAULT
 from trainer.mesh import AXES
-from trainer.optimizer import ema_params, global_norm
-from trainer.state import Parts, TrainState, specs, trainable_part, with_frozen
+from trainer.optimizer import ema_params, global_norm, merge
+from trainer.state import Parts, TrainState, specs, trainable_part
 from trainer.task import Batch, LossParts, Sums
 
 
@@ -143,7 +143,7 @@ def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight
 
     def loss(trainable: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LossParts]]:
         fault = rows.pop(FAULT, None)
-        params = with_frozen(trainable, state.params)
+        params = merge(trainable, state.params)
         total, loss_parts = parts.task.loss(params, state.model_state, rows, key=key, axes=AXES)
         total = total if fault is None else total * (1 + jnp.sum(fault))
         return total / divisor, (total, loss_parts)  # dividing one number here spares a pass over the whole gradient
@@ -218,7 +218,7 @@ def apply(
         updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable, norm=norm)
         return state._replace(
             num_updates=state.num_updates + 1,
-            params=with_frozen(optax.apply_updates(trainable, updates), state.params),
+            params=merge(optax.apply_updates(trainable, updates), state.params),
             model_state=parts.task.next_model_state(state.model_state, statistics),
             optimizer=optimizer,
             sync=sync,
@@ -308,4 +308,4 @@ def evaluation_program(parts: Parts, work: Work) -> Any:
 def params_to_evaluate(state: TrainState) -> Any:
     """The parameters' moving average where the optimizer keeps one, or else the parameters."""
     average = ema_params(state.optimizer)
-    return state.params if average is None else with_frozen(average, state.params)
+    return state.params if average is None else merge(average, state.params)

@@ -44,7 +44,7 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
         num_nodes=mesh.shape["node"],
         devices_per_node=mesh.shape["local"],
         num_processes=num_processes,
-        algorithm=f"{choice.algorithm} ({choice.reason})",
+        algorithm=choice.reason,
         exchanged_bytes=payload_bytes(gradient),
         num_steps=config.run.num_steps,
         num_epochs=config.run.num_steps / pieces.loader.batches_per_epoch,
