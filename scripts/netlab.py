@@ -105,6 +105,8 @@ class Lab:
         """Kills and removes everything. Does nothing the second time, or in a fork of the lab's owner."""
         if not self._number or os.getpid() != self._owner:
             return
+        for process in self._started:
+            process.kill()  # one that has not entered its host yet would be found by nobody
         with _lock():
             _remove(self._number)
         for process in self._started:
