@@ -1,0 +1,172 @@
+"""What a codec is: how contributions are written on the wire, summed there, and read back.
+
+A codec is one function, ``exchange``, that may send what it likes over a ``Wire`` to the other members. Most are made
+from a pair of pure functions, ``encode`` and ``decode``, by one of two combinators: ``reencoded`` for codes that do not
+add up, and ``gathered`` for codes so small that everybody can have everybody's.
+
+Whatever a codec drops is accounted for: the members' ``sent`` add up to ``total``, so that ``value - sent`` is just
+what a member still owes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+Shape = tuple[int, ...]
+
+Encode = Callable[[jax.Array, jax.Array], Any]
+"""(float32 value, random key) -> code: a pytree of arrays whose shapes depend on the value's shape alone."""
+
+Decode = Callable[[Any, Shape], jax.Array]
+"""(code, shape of the value) -> float32 value."""
+
+
+class Wire(Protocol):
+    """What the members of an exchange can send each other. It counts in bytes exactly what it is given."""
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        ...
+
+    def index(self) -> jax.Array:
+        """This member's index, an int32 scalar."""
+        ...
+
+    def sum(self, vector: jax.Array) -> jax.Array:
+        """The sum of the members' float32 vectors of shape (n,), with the same bits on each."""
+        ...
+
+    def gather(self, words: jax.Array) -> jax.Array:
+        """The members' uint8 vectors of shape (n,), in order: (size, n)."""
+        ...
+
+    def swap(self, words: jax.Array) -> jax.Array:
+        """uint8 (size, n): row j goes to member j; row i of the result came from member i."""
+        ...
+
+
+class Exchanged(NamedTuple):
+    """What an exchange leaves on a member, each as long as the values.
+
+    totals: the sums over all members as they could be decoded; the same bits on each member.
+    sent:   this member's shares of the totals: all members' shares add up to them.
+    states: the codec's next states; the same bits on each member.
+    """
+
+    totals: list[jax.Array]
+    sent: list[jax.Array]
+    states: list[Any]
+
+
+Exchange = Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, Wire], Exchanged]
+"""(float32 values, one codec state for each, random key that is the same on all members, wire) -> Exchanged."""
+
+
+def stateless(shape: Shape) -> Any:
+    """The state of a codec that keeps none."""
+    del shape
+    return ()
+
+
+def everything(shape: Shape) -> bool:
+    """The ``applies`` of a codec that can write any value."""
+    del shape
+    return True
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to write contributions.
+
+    name:     as in the settings.
+    unit:     "element": takes flat vectors, cut anywhere; "leaf": takes whole leaves, in their own shapes.
+    linear:   whether decode(encode(x)) is linear in x once the codec's state and the key are given.
+    exchange: see ``Exchange``.
+    init:     a value's shape -> the codec's state for it, a pytree of arrays.
+    applies:  a leaf's shape -> whether to use the codec on it; other leaves are exchanged exactly.
+    """
+
+    name: str
+    unit: Literal["element", "leaf"]
+    linear: bool
+    exchange: Exchange
+    init: Callable[[Shape], Any] = stateless
+    applies: Callable[[Shape], bool] = everything
+
+
+def to_words(code: Any) -> jax.Array:
+    """The bytes of a code's arrays, one after another: uint8 of shape (n,)."""
+    return jnp.concatenate([_bytes_of(leaf) for leaf in jax.tree.leaves(code)])
+
+
+def from_words(words: jax.Array, like: Any) -> Any:
+    """Undoes ``to_words``, for a code of these shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(like)
+    values, start = [], 0
+    for leaf in leaves:
+        size = leaf.dtype.itemsize
+        part = words[start : start + leaf.size * size]
+        part = part.reshape(*leaf.shape, size) if size > 1 else part.reshape(leaf.shape)
+        values.append(jax.lax.bitcast_convert_type(part, leaf.dtype))
+        start += leaf.size * size
+    return structure.unflatten(values)
+
+
+def _bytes_of(leaf: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1)
+
+
+def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False) -> Codec:
+    """A codec for flat vectors whose codes do not add up.
+
+    Each member gets everybody's code of its own part, adds them up in float32, and encodes the sum once more for all.
+    What that drops counts as not sent by the member that did it.
+    """
+
+    def one(value: jax.Array, key: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
+        size, me = wire.size, wire.index()
+        parts = jnp.pad(value, (0, -value.shape[0] % size)).reshape(size, -1)
+        shape = parts.shape[1:]
+        mine = jax.random.fold_in(key, me)  # what members round off must not be the same everywhere
+        first, second = jax.random.split(mine)
+        codes = jax.vmap(encode)(parts, jax.random.split(first, size))
+        like = jax.eval_shape(encode, parts[0], key)
+        received = wire.swap(jax.vmap(to_words)(codes))
+        total = jnp.sum(jax.vmap(lambda words: decode(from_words(words, like), shape))(received), axis=0)
+        code = encode(total, second)
+        dropped = total - decode(code, shape)
+        totals = jax.vmap(lambda words: decode(from_words(words, like), shape))(wire.gather(to_words(code)))
+        sent = jax.vmap(lambda code: decode(code, shape))(codes)
+        sent = sent.at[me].add(-dropped)
+        return totals.reshape(-1)[: value.shape[0]], sent.reshape(-1)[: value.shape[0]]
+
+    def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
+        keys = [jax.random.fold_in(key, index) for index in range(len(values))]
+        done = [one(value, key, wire) for value, key in zip(values, keys, strict=True)]
+        return Exchanged([total for total, _ in done], [sent for _, sent in done], list(states))
+
+    return Codec(name, "element", linear, exchange)
+
+
+def gathered(name: str, encode: Encode, decode: Decode, *, unit: Literal["element", "leaf"]) -> Codec:
+    """A codec whose codes all members send to all, in one message, and add up decoded, in the members' order."""
+
+    def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
+        keys = [jax.random.fold_in(key, index) for index in range(len(values))]
+        codes = [encode(value, key) for value, key in zip(values, keys, strict=True)]
+
+        def decoded(codes: Any) -> list[jax.Array]:
+            return [decode(code, value.shape) for code, value in zip(codes, values, strict=True)]
+
+        everybodys = wire.gather(to_words(codes))
+        totals = [jnp.zeros_like(value) for value in values]
+        for member in range(wire.size):
+            theirs = decoded(from_words(everybodys[member], codes))
+            totals = [total + one for total, one in zip(totals, theirs, strict=True)]
+        return Exchanged(totals, decoded(codes), list(states))
+
+    return Codec(name, unit, False, exchange)
