@@ -44,7 +44,7 @@ def worker(job: dict) -> dict:
         state[way] = jax.block_until_ready(programs[way](state[way], x))
 
     report = lab_jax.take_turns(call, WAYS, job["repetitions"], job["steps"])
-    jax.distributed.shutdown()
+    lab_jax.stop()
     return report
 
 

@@ -22,7 +22,6 @@ WARM_UP = 1
 
 def worker(job: dict) -> dict:
     """On each host, for every algorithm: seconds and bytes sent of each repetition, and the accounting's bytes."""
-    import jax
     import lab_jax
 
     from trainer import sync
@@ -54,7 +53,7 @@ def worker(job: dict) -> dict:
             if repetition >= WARM_UP:
                 report["algorithms"][name]["seconds"].append(seconds)
                 report["algorithms"][name]["bytes_sent"].append(num_bytes)
-    jax.distributed.shutdown()
+    lab_jax.stop()
     return report
 
 

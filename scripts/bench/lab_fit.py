@@ -49,7 +49,7 @@ def worker(job: dict) -> list[list[float]]:
         for row, (program, vector) in zip(seconds, programs, strict=True):
             calls = min(MOST_CALLS, max(1, ENOUGH_BYTES // vector.nbytes))
             row.append(lab_jax.timed(lambda program=program, vector=vector: program(vector), calls)[0])
-    jax.distributed.shutdown()
+    lab_jax.stop()
     return seconds
 
 

@@ -94,11 +94,11 @@ def run(
         try:
             _wait(workers, files, time.monotonic() + limit_seconds)
         finally:
-            for host in range(lab.hosts):
-                lab.kill_host(host)
             for process in workers:
                 process.kill()
                 process.wait()
+            for host in range(lab.hosts):
+                lab.kill_host(host)
         return [json.loads(file.result.read_text()) for file in files]
 
 

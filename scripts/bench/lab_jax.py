@@ -30,6 +30,12 @@ def start(job: Mapping[str, Any], devices: int) -> Mesh:
     return meshes.make(settings)
 
 
+def stop() -> None:
+    """Leaves together with the other hosts' processes."""
+    barrier()
+    runtime.stop()
+
+
 def barrier() -> None:
     """Waits for the other hosts. Its own traffic is some hundred bytes."""
     multihost_utils.sync_global_devices("lab")

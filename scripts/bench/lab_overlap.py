@@ -58,7 +58,7 @@ def worker(job: dict) -> dict:
             state[name] = jax.block_until_ready(programs[name](state[name], x))
 
     report = lab_jax.take_turns(call, PROGRAMS, job["repetitions"], job["steps"])
-    jax.distributed.shutdown()
+    lab_jax.stop()
     return report
 
 
@@ -135,6 +135,11 @@ def show(report: dict) -> str:
         times = " ".join(f"{row[f'{program}_seconds']:>8.3f}" for program in PROGRAMS)
         rounds = " ".join(f"{ratio:.3f}" for ratio in row["ratio_of_each_round"])
         lines.append(f"{kind:<10} {times} {row['ratio']:>12.3f} {row['cpu_ratio']:>12.3f}  {rounds}")
+    ours, *others = report["kinds"].items()
+    for kind, row in others:
+        lines.append(
+            f"lockstep's whole step takes {ours[1]['step_seconds'] / row['step_seconds']:.3f} of that of {kind}"
+        )
     return "\n".join(lines)
 
 
