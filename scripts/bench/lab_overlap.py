@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict:
             for kind in kinds if index % 2 == 0 else kinds[::-1]:
                 rounds[kind].append(_group(lab, kind, job, options, python))
     rows = {kind: _row(groups) for kind, groups in rounds.items()}
-    return {"rate": options.rate, "flags": options.flags, **job, "kinds": rows}
+    return {"rate": options.rate, "flags": options.flags, "threads": options.threads, **job, "kinds": rows}
 
 
 def _group(lab, kind: str, job: dict, options: argparse.Namespace, python: str | None) -> list[dict]:
@@ -90,7 +90,7 @@ def _group(lab, kind: str, job: dict, options: argparse.Namespace, python: str |
         script, interpreter = str(Path(options.script).with_name("lab_ddp.py")), python
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     elif kind == "lockstep":
-        environment = {"XLA_FLAGS": options.flags}
+        environment = {"XLA_FLAGS": options.flags, **({"NPROC": str(options.threads)} if options.threads else {})}
     else:
         environment = {"XLA_FLAGS": ""}
     return lab_hosts.run(
@@ -165,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add("--across", help="as in [sync]")
     add("--bucket-mib", type=float, help="as in [sync] (default: auto)")
     add("--flags", default=FLAGS, help="XLA_FLAGS of lockstep's processes")
+    add("--threads", type=int, help="of XLA's pool in lockstep's processes, by NPROC (default: one for each core)")
     add("--layers", type=int, default=16)
     add("--width", type=int, default=1024)
     add("--batch", type=int, default=1024, help="of each host")
