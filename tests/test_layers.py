@@ -20,6 +20,7 @@ LAYERS = (
     "config_errors",
     "config_file",
     "placement",
+    "xla_flags",
     "runtime",
     "mesh",
     "data",

@@ -5,6 +5,7 @@ Shapes first: nothing here computes on a device.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ class Assembly:
     """The pieces of a run.
 
     config: the settings, with ``mesh.virtual_replicas`` made explicit.
+    links:  what an exchange has to cross; profile: what ``sync.profile`` says of it.
     shapes: the train state's shapes, dtypes and shardings.
     """
 
@@ -38,6 +40,8 @@ class Assembly:
     work: Work
     schedule: optax.Schedule
     shapes: TrainState
+    links: sync.Links
+    profile: sync.Profile | None
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a global batch as the train program takes it."""
@@ -90,6 +94,7 @@ def assemble(config: Config) -> Assembly:
     params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
     trainable = optimizer.trainable_mask(params, config.optimizer.frozen)
     trained_shapes, _ = optimizer.split(params, trainable)
+    links, profile = find_links(mesh), agreed_profile(config.sync.profile)
     parts = Parts(
         task=task,
         optimizer=optimizer.build(config.optimizer, config.run.num_steps, trained_shapes),
@@ -99,6 +104,8 @@ def assemble(config: Config) -> Assembly:
             across=config.sync.across,
             bucket_mib=config.sync.bucket_mib,
             reduce="sum",
+            profile=profile,
+            num_hosts=links.num_hosts,
         ),
         trainable=trainable,
     )
@@ -110,7 +117,30 @@ def assemble(config: Config) -> Assembly:
         work=Work(mesh, num_virtual_replicas, config.run.seed),
         schedule=optimizer.schedule(config.optimizer, config.run.num_steps),
         shapes=abstract(parts, mesh),
+        links=links,
+        profile=profile,
     )
+
+
+def find_links(mesh: Mesh) -> sync.Links:
+    """What an exchange over ``mesh`` has to cross; every process must call it."""
+    platform = mesh.devices.flat[0].platform
+    return sync.Links(mesh.shape["node"], mesh.shape["local"], runtime.num_processes(), platform, runtime.num_hosts())
+
+
+def agreed_profile(path: str) -> sync.Profile | None:
+    """The measured links in the file at ``path``, as rank 0 reads it, lest another host's copy make another choice.
+
+    Every process must call it; None for an empty path.
+
+    Raises:
+        InputRefused: there is no such file, or it holds something else.
+    """
+    if not path:
+        return None
+    read = sync.read_profile(Path(path)) if runtime.rank() == 0 else None
+    fast, slow, seconds = runtime.agree("profile", read)[0]
+    return sync.Profile(sync.CostModel(*fast), sync.CostModel(*slow), seconds)
 
 
 def task_batch_shapes(rows: dict[str, np.ndarray], num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:

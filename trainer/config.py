@@ -243,6 +243,9 @@ class Sync(Settings):
     """How the hierarchical exchange goes across nodes."""
     bucket_mib: PositiveFloat | Literal["auto"] = "auto"
     """Gradients are exchanged together in buckets of about this size."""
+    profile: str = ""
+    """The measured links that auto chooses by and the banner predicts from: a file written by 'lockstep bench sync
+    --profile', found from the current directory; empty: none."""
 
     @model_validator(mode="after")
     def _across_is_read(self) -> "Sync":

@@ -32,6 +32,7 @@ MAY_DIFFER_ON_RESUME = (
     "mesh.nodes",
     "mesh.devices_per_node",
     "mesh.platform",
+    "sync.profile",
     "timeouts.*",
     "checkpoint.*",
     "observe.*",

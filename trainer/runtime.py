@@ -4,11 +4,11 @@ import json
 import math
 import os
 import platform as machine
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import entry_points, version
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from trainer import xla_flags
 from trainer.config import MOST_DEVICES, Mesh
 from trainer.errors import SettingsRefused
 from trainer.placement import Placement
 
-CPU_FLAGS: Mapping[str, str] = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "300",
-    "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
-    "xla_cpu_collective_timeout_seconds": "3600",
-}
-"""When emulated devices reach a collective more than 20 s apart, as many of them on few cores do, XLA complains, and a
-minute apart it aborts the process. Whether a worker is stuck is for the agent to judge, so these limits lie beyond its
-own."""
-
-CPU_FLAGS_KNOWN = ((0, 10, 2), (0, 13))
-"""From this jaxlib up to, not including, that one the flags above are known; an unknown flag aborts the process."""
-
-DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
 HEARTBEAT_SECONDS = 100
 """A process that is lost is noticed by its agent; this only bounds the case that the agent is lost as well."""
 
@@ -58,12 +46,14 @@ def start(
     if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "y", "yes", "t", "true", "on"):
         raise SettingsRefused("JAX_DISABLE_JIT is on, but training needs compiled steps: unset it")
     emulated = uses_cpu(mesh, os.environ)
+    num_gpus = 0 if emulated else visible_gpus(os.environ)
     if emulated:
         emulate_devices(mesh, placement)
+    set_flags(emulated, placement, num_gpus)
     if cache_dir is not None:
         keep_compiled_programs(cache_dir)
     if placement.num_processes > 1:
-        local_ids = None if emulated else gpu_share(visible_gpus(os.environ), mesh, placement)
+        local_ids = None if emulated else gpu_share(num_gpus, mesh, placement)
         connect(placement, local_ids, init_seconds, shutdown_seconds)
     if mesh.platform == "gpu":
         demand_gpu()
@@ -105,6 +95,11 @@ def agree(name: str, value: Any) -> list[Any]:
     return [pair[1] for pair in pairs]
 
 
+def num_hosts() -> int:
+    """How many machines the processes are on, told by their names. Every process must call it."""
+    return len(set(agree("host name", socket.gethostname())))
+
+
 def barrier(name: str) -> None:
     """Waits until every process is here."""
     agree(f"barrier {name}", None)
@@ -124,12 +119,18 @@ def uses_cpu(mesh: Mesh, environ: Mapping[str, str]) -> bool:
 
 def emulate_devices(mesh: Mesh, placement: Placement) -> None:
     """Gives this process its CPU devices, unless the user's XLA_FLAGS give it a number of their own."""
-    flags = os.environ.get("XLA_FLAGS", "")
     jax.config.update("jax_platforms", "cpu")
-    if DEVICE_COUNT_FLAG not in flag_names(flags):
+    if xla_flags.DEVICE_COUNT_FLAG not in xla_flags.names(os.environ.get("XLA_FLAGS", "")):
         jax.config.update("jax_num_cpu_devices", cpu_share(mesh, placement.num_processes))
-    if CPU_FLAGS_KNOWN[0] <= release(version("jaxlib")) < CPU_FLAGS_KNOWN[1]:
-        os.environ["XLA_FLAGS"] = merge_flags(flags, CPU_FLAGS)
+
+
+def set_flags(emulated: bool, placement: Placement, num_gpus: int) -> None:
+    """Sets the XLA flags that the user's own XLA_FLAGS leave open."""
+    ours = xla_flags.chosen(
+        version("jaxlib"), emulated=emulated, num_processes=placement.num_processes, num_gpus=num_gpus
+    )
+    if ours:
+        os.environ["XLA_FLAGS"] = xla_flags.merge(os.environ.get("XLA_FLAGS", ""), ours)
 
 
 def cpu_share(mesh: Mesh, processes: int) -> int:
@@ -209,34 +210,6 @@ def demand_gpu() -> None:
             f'mesh.platform = "gpu", but JAX finds only {found} devices: install the "cuda" extra, check '
             'that JAX_PLATFORMS does not exclude it, or set mesh.platform = "cpu"'
         )
-
-
-def release(version_text: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version.
-
-    >>> release("0.12.0.dev20260101")
-    (0, 12, 0)
-    """
-    return tuple(int(part) for part in takewhile(str.isdecimal, version_text.split(".")))
-
-
-def flag_names(flags: str) -> set[str]:
-    """The names of the flags in the text of XLA_FLAGS, without dashes and values."""
-    return {word.lstrip("-").split("=")[0] for word in flags.split()}
-
-
-def merge_flags(user: str, ours: Mapping[str, str]) -> str:
-    """``user``, unchanged, with those of ``ours`` behind it that it does not set itself.
-
-    XLA_FLAGS may also be the name of a file; that is left alone.
-
-    >>> merge_flags("--xla_a=1", {"xla_a": "2", "xla_b": "3"})
-    '--xla_a=1 --xla_b=3'
-    """
-    if user.strip() and not user.lstrip().startswith("--"):
-        return user
-    taken = flag_names(user)
-    return " ".join([*([user] if user else []), *(f"--{k}={v}" for k, v in ours.items() if k not in taken)])
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path | None:

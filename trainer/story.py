@@ -12,7 +12,7 @@ from trainer.display import Facts, Summary
 from trainer.hooks import Recorder
 from trainer.metrics import Row
 from trainer.rundir import RunDir
-from trainer.sync import Links, choose, payload_bytes
+from trainer.sync import choose, payload_bytes
 
 
 def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | None) -> Facts:
@@ -22,13 +22,13 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
     num_virtual_replicas = pieces.work.num_virtual_replicas
     device = mesh.devices.flat[0]
     gradient = states.trainable_part(pieces.parts, pieces.shapes.params)
-    links = Links(mesh.shape["node"], mesh.shape["local"], num_processes, device.platform)
     choice = choose(
         gradient,
-        links,
+        pieces.links,
         algorithm=config.sync.algorithm,
         across=config.sync.across,
         bucket_mib=config.sync.bucket_mib,
+        profile=pieces.profile,
     )
     return Facts(
         name=config.run.name,

@@ -25,12 +25,19 @@ class Links(NamedTuple):
     num_nodes, devices_per_node: of the mesh.
     num_processes: how many processes hold its devices.
     platform:      as JAX names it.
+    num_hosts:     how many machines the processes are on; None: not known, and nodes are then taken at their word.
     """
 
     num_nodes: int
     devices_per_node: int
     num_processes: int
     platform: str
+    num_hosts: int | None = None
+
+    @property
+    def has_no_network(self) -> bool:
+        """Whether all devices are CPU devices of one machine: its "nodes" then have no link that is really slower."""
+        return self.platform == "cpu" and self.num_hosts == 1
 
     @property
     def is_emulated(self) -> bool:
@@ -62,45 +69,68 @@ def choose(
     >>> choose(np.zeros(10**6), Links(4, 8, 32, "gpu")).reason
     'hierarchical over ring, since only 1/8 of the gradient then crosses the slow link between 4 nodes'
     """
-    if isinstance(bucket_mib, str):
-        bucket_mib = LEAF_BY_LEAF if links.is_emulated and algorithm in ("auto", "xla") else BUCKET_MIB
     if algorithm != "auto":
+        bucket = _bucket(links, algorithm, bucket_mib)
         known = across if across != "auto" else "ring"
-        return Choice(algorithm, known, bucket_mib, f"{algorithm}, as the settings say")
+        choice = Choice(algorithm, known, bucket, f"{algorithm}, as the settings say")
+        return choice if profile is None else _with_prediction(choice, gradient, links, profile)
     if links.num_nodes * links.devices_per_node == 1:
-        return Choice("xla", "ring", bucket_mib, "nothing to exchange, for there is one replica")
-    if links.is_emulated:
-        return Choice("xla", "ring", bucket_mib, "xla, since all devices are in one process and no link is slow")
+        why = "nothing to exchange, for there is one replica"
+        return Choice("xla", "ring", _bucket(links, "xla", bucket_mib), why)
     if profile is not None:
         return _quickest(gradient, links, across, bucket_mib, profile)
+    kind, over, why = _by_topology(gradient, links, across)
+    return Choice(kind, over, _bucket(links, kind, bucket_mib), why)
+
+
+def _bucket(links: Links, algorithm: str, bucket_mib: float | str) -> float:
+    if not isinstance(bucket_mib, str):
+        return bucket_mib
+    return LEAF_BY_LEAF if links.is_emulated and algorithm == "xla" else BUCKET_MIB
+
+
+def _by_topology(gradient: Any, links: Links, across: str) -> tuple[str, str, str]:
+    """(algorithm, across, why), where no link was measured."""
+    if links.is_emulated:
+        return "xla", "ring", "xla, since all devices are in one process and no link is slow"
     if links.num_nodes == 1:
-        return Choice("xla", "ring", bucket_mib, "xla, since all devices are in one node and no link is slow")
+        return "xla", "ring", "xla, since all devices are in one node and no link is slow"
+    if links.has_no_network:
+        return "xla", "ring", "xla, since all processes are on the CPU of one host and no link is known to be slow"
     if payload_bytes(gradient) < TREE_BYTES:
         why = f"tree, since a gradient below {TREE_BYTES // 2**10} KiB is bound by the number of messages"
-        return Choice("tree", "ring", bucket_mib, why)
+        return "tree", "ring", why
     if links.devices_per_node == 1:
-        return Choice("xla", "ring", bucket_mib, "xla, since nodes of one device have no fast link to make use of")
+        return "xla", "ring", "xla, since nodes of one device have no fast link to make use of"
     known = across if across != "auto" else "ring"
     share = f"only 1/{links.devices_per_node} of the gradient"
     why = f"hierarchical over {known}, since {share} then crosses the slow link between {links.num_nodes} nodes"
-    return Choice("hierarchical", known, bucket_mib, why)
+    return "hierarchical", known, why
 
 
-def _quickest(gradient: Any, links: Links, across: str, bucket_mib: float, profile: Profile) -> Choice:
+def _seconds(gradient: Any, links: Links, profile: Profile, kind: str, over: str, bucket_mib: float) -> float:
+    nodes, local = links.num_nodes, links.devices_per_node
+    return predict(profile, traffic(gradient, nodes, local, algorithm=kind, across=over, bucket_mib=bucket_mib))
+
+
+def _with_prediction(choice: Choice, gradient: Any, links: Links, profile: Profile) -> Choice:
+    seconds = _seconds(gradient, links, profile, choice.algorithm, choice.across, choice.bucket_mib)
+    return choice._replace(
+        reason=f"{choice.reason}, predicted from the measured links to take {1e3 * seconds:.3g} ms a step",
+    )
+
+
+def _quickest(gradient: Any, links: Links, across: str, bucket_mib: float | str, profile: Profile) -> Choice:
     """The candidate of least predicted time."""
-
-    def seconds(candidate: tuple[str, str]) -> float:
-        kind, over = candidate
-        counted = traffic(
-            gradient, links.num_nodes, links.devices_per_node, algorithm=kind, across=over, bucket_mib=bucket_mib
-        )
-        return predict(profile, counted)
-
-    candidates = [(kind, over) for kind, over in CANDIDATES if kind != "hierarchical" or across in ("auto", over)]
-    times = {candidate: seconds(candidate) for candidate in candidates}
+    buckets = {kind: _bucket(links, kind, bucket_mib) for kind, _ in CANDIDATES}
+    times = {
+        (kind, over): _seconds(gradient, links, profile, kind, over, buckets[kind])
+        for kind, over in CANDIDATES
+        if kind != "hierarchical" or across in ("auto", over)
+    }
     kind, over = min(times, key=lambda candidate: times[candidate])
     name = f"hierarchical over {over}" if kind == "hierarchical" else kind
-    why = f"{name}, predicted from the measured links to take {1e3 * times[kind, over]:.3g} ms"
+    why = f"{name}, predicted from the measured links to take {1e3 * times[kind, over]:.3g} ms a step"
     if kind != "xla":
         why += f" where xla takes {1e3 * times['xla', 'ring']:.3g} ms"
-    return Choice(kind, over, bucket_mib, why)
+    return Choice(kind, over, buckets[kind], why)

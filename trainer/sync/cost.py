@@ -96,7 +96,9 @@ def read_profile(path: Path) -> Profile:
         if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
             raise ValueError("every number must be finite and not negative")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputRefused(f"{path} is no profile of links ({error}): measure one by 'lockstep bench sync'") from error
+        raise InputRefused(
+            f"{path} is no profile of links ({error}): measure one by 'lockstep bench sync --profile {path}'"
+        ) from error
     return profile
 
 

@@ -29,6 +29,7 @@ class _Settings(NamedTuple):
     reduce: str
     output_dtype: DTypeLike | None
     profile: Profile | None
+    num_hosts: int | None
 
 
 def all_reduce(
@@ -42,6 +43,7 @@ def all_reduce(
     reduce: Literal["mean", "sum"] = "mean",
     output_dtype: DTypeLike | None = None,
     profile: Profile | None = None,
+    num_hosts: int | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each replica's updates by their mean, or their sum, over all replicas: identical bits on every one.
 
@@ -62,6 +64,7 @@ def all_reduce(
             are already divided by the global weight.
         output_dtype: the dtype of the result.
         profile: measured links, from which "auto" predicts what is quickest.
+        num_hosts: how many machines the processes are on, for "auto"; None: not known.
 
     Raises:
         SettingsRefused: an argument that cannot be; a topology on which the algorithm cannot work. What only the
@@ -81,7 +84,9 @@ def all_reduce(
     [28. 28. 28. 28. 28. 28. 28. 28.]
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    settings = _Settings(algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile)
+    settings = _Settings(
+        algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile, num_hosts
+    )
     _check(settings)
     if mesh is not None:
         _check_sizes(settings, _sizes_in(mesh, names))
@@ -140,8 +145,10 @@ def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Link
     nodes, local = divide(sizes, settings.devices_per_node)
     if isinstance(mesh, Mesh):
         devices = mesh.devices.flat
-        return Links(nodes, local, len({device.process_index for device in devices}), devices[0].platform)
-    return Links(nodes, local, jax.process_count(), jax.default_backend())
+        num_processes, platform = len({device.process_index for device in devices}), devices[0].platform
+    else:
+        num_processes, platform = jax.process_count(), jax.default_backend()
+    return Links(nodes, local, num_processes, platform, settings.num_hosts)
 
 
 def _check(settings: _Settings) -> None:
