@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import loop, metrics, story
+from trainer import loop, metrics, story, sync
+from trainer.assembly import assemble
 from trainer.config import Config
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir
@@ -190,6 +191,17 @@ def test_a_new_run_does_not_go_on_from_the_checkpoints_of_another(tmp_path):
         with pytest.raises(InputRefused, match=r"shared holds checkpoints already \(step 1\)"):
             run(config, tmp_path / "second")
     run(config, tmp_path / "first", resume=True)
+
+
+def test_measured_links_are_read_before_anything_is_compiled_and_told_in_the_banner(tmp_path):
+    links = sync.Profile(sync.CostModel(1e-5, 1e-9), sync.CostModel(1e-4, 1e-8), 1e-3)
+    sync.write_profile(links, tmp_path / "links.json")
+    pieces = assemble(settings(sync={"profile": str(tmp_path / "links.json"), "algorithm": "ring"}))
+    assert (pieces.profile, pieces.links.num_hosts) == (links, 1)
+    told = story.facts(pieces, RunDir(tmp_path), 1, None).algorithm
+    assert told.startswith("ring, as the settings say, predicted from the measured links to take ")
+    with pytest.raises(InputRefused, match=r"nowhere.json is no profile of links"):
+        assemble(settings(sync={"profile": "nowhere.json"}))
 
 
 def test_the_best_metrics_are_those_that_were_given():

@@ -62,6 +62,11 @@ def test_a_profile_survives_its_file(tmp_path):
     assert json.loads(path.read_text())["slow"]["seconds_per_byte"] == 4e-8
 
 
+def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(InputRefused, match=r"links.json cannot be written: No such file"):
+        sync.write_profile(LINKS, tmp_path / "nowhere" / "links.json")
+
+
 @pytest.mark.parametrize(
     "text", [None, "", "[]", "{}", '{"fast": {}, "slow": {}, "seconds_per_exchange": 0}', "NEGATIVE"]
 )
@@ -89,6 +94,11 @@ LARGE, SMALL = np.zeros(10**6, np.float32), np.zeros(100, np.float32)
         (LARGE, Links(4, 1, 4, "gpu"), "xla", "no fast link"),
         (LARGE, CLUSTER, "hierarchical", "only 1/8 of the gradient"),
         (SMALL, CLUSTER, "tree", "number of messages"),
+        (LARGE, Links(2, 4, 8, "cpu", num_hosts=1), "xla", "no link is known to be slow"),
+        (SMALL, Links(2, 4, 8, "cpu", num_hosts=1), "xla", "CPU of one host"),
+        (LARGE, Links(2, 4, 8, "cpu", num_hosts=2), "hierarchical", "only 1/4 of the gradient"),
+        (LARGE, Links(2, 4, 8, "cpu"), "hierarchical", "only 1/4 of the gradient"),
+        (LARGE, Links(2, 4, 8, "gpu", num_hosts=1), "hierarchical", "only 1/4 of the gradient"),
     ],
 )
 def test_auto_follows_size_and_topology(gradient, links, algorithm, because):
@@ -108,6 +118,20 @@ def test_auto_takes_what_the_links_make_quickest():
     choice = sync.choose(LARGE, sixes, profile=slow_bytes, across="tree")
     assert (choice.algorithm, choice.across) == ("hierarchical", "tree")
     assert "predicted from the measured links" in choice.reason
+
+
+def test_measured_links_decide_on_one_host_too_and_say_what_a_step_will_take():
+    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(0, 1e-8), seconds_per_exchange=1.0)
+    one_host = Links(2, 4, 8, "cpu", num_hosts=1)
+    assert sync.choose(LARGE, one_host, profile=slow_bytes).algorithm != "xla"
+    for links, algorithm in ((CLUSTER, "ring"), (CLUSTER, "auto"), (Links(2, 4, 1, "cpu"), "auto")):
+        choice = sync.choose(LARGE, links, algorithm=algorithm, profile=slow_bytes)
+        counted = sync.traffic(
+            LARGE, *links[:2], algorithm=choice.algorithm, across=choice.across, bucket_mib=choice.bucket_mib
+        )
+        milliseconds = 1e3 * sync.predict(slow_bytes, counted)
+        assert f"to take {milliseconds:.3g} ms a step" in choice.reason
+    assert "in one process" in choice.reason
 
 
 def test_what_is_given_stays():

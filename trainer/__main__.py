@@ -2,16 +2,19 @@
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trainer import config_file
 from trainer.config import Config
-from trainer.errors import InputRefused, LockstepError, SettingsRefused
+from trainer.errors import ExitCode, InputRefused, LockstepError, SettingsRefused
+from trainer.evidence import options
 from trainer.launch import agent
 from trainer.launch.spec import Job
 from trainer.rundir import RunDir, default_run_dir
@@ -23,6 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure here: the exchange, or how training scales.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one.")]
 Overrides = Annotated[
@@ -95,6 +100,52 @@ def show_config(
         print(config_file.dump(_load(config_path, overrides), redact=True), end="")
 
 
+Processes = Annotated[int, typer.Option(min=1, help="Worker processes on this host.")]
+JsonPath = Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: to stdout.")]
+
+
+@bench.command(name="sync")
+def bench_sync(
+    config_path: Annotated[str, typer.Argument(metavar="[CONFIG]", help="Its [mesh] counts.")] = "digits_mlp",
+    overrides: Overrides = None,
+    processes: Processes = 1,
+    sizes: Annotated[str, typer.Option(help="Such as 1KiB,1MiB; 1 KiB to 64 MiB by factors of 4 if empty.")] = "",
+    algorithms: Annotated[str, typer.Option(help="Such as xla,ring; all if empty.")] = "",
+    seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 5.0,
+    json_path: JsonPath = "",
+    profile: Annotated[str, typer.Option(metavar="FILE", help="Write the fitted links, for sync.profile.")] = "",
+) -> None:
+    """Measure the exchange by algorithm and size on the mesh of CONFIG, and fit the links (2 x 4 on CPU if none)."""
+    args = {
+        "sizes": options.sizes(sizes),
+        "algorithms": options.algorithms(algorithms),
+        "seconds": options.seconds(seconds),
+        "json_path": options.output("--json", json_path),
+        "profile_path": options.output("--profile", profile),
+    }
+    _measure(_load(config_path, overrides), "trainer.evidence.exchange_bench:run", processes, args)
+
+
+@bench.command(name="scaling")
+def bench_scaling(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    processes: Processes = 1,
+    fixed_batch: Annotated[
+        bool, typer.Option("--fixed-batch", help="Keep the global batch fixed, not the batch per replica.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="How long to measure each number of replicas.")] = 10.0,
+    json_path: JsonPath = "",
+) -> None:
+    """Measure CONFIG's step on 1, 2, 4, ... replicas: throughput, efficiency, and where the rest goes."""
+    args = {
+        "fixed_batch": fixed_batch,
+        "seconds": options.seconds(seconds),
+        "json_path": options.output("--json", json_path),
+    }
+    _measure(_load(config_path, overrides), "trainer.evidence.scaling:run", processes, args)
+
+
 def _load(path: str, overrides: list[str] | None) -> Config:
     beside = Path(__file__).parents[1] / "configs"  # a user may have a package 'configs' too
     shipped = beside if beside.is_dir() else Path(str(files("configs")))
@@ -107,6 +158,15 @@ def _run(job: Job, *, here: bool) -> None:
 
         raise typer.Exit(run_here(job))
     raise typer.Exit(agent.run(job))
+
+
+def _measure(config: Config, entry: str, processes: int, args: dict[str, Any]) -> None:
+    """Runs ``entry`` under an agent in a directory that is kept only if its logs may be of use."""
+    directory = tempfile.mkdtemp(prefix="lockstep-bench-")
+    code = agent.run(Job(config_file.dump(config), directory, 0, processes, entry=entry, args=args))
+    if code not in (ExitCode.PROGRAM_FAULT, ExitCode.DIED):
+        shutil.rmtree(directory, ignore_errors=True)
+    raise typer.Exit(code)
 
 
 def open_standard_streams() -> None:

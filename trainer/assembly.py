@@ -98,15 +98,7 @@ def assemble(config: Config) -> Assembly:
     parts = Parts(
         task=task,
         optimizer=optimizer.build(config.optimizer, config.run.num_steps, trained_shapes),
-        sync=sync.all_reduce(
-            mesh,
-            algorithm=config.sync.algorithm,
-            across=config.sync.across,
-            bucket_mib=config.sync.bucket_mib,
-            reduce="sum",
-            profile=profile,
-            num_hosts=links.num_hosts,
-        ),
+        sync=exchange_of(config, mesh, profile, links.num_hosts),
         trainable=trainable,
     )
     return Assembly(
@@ -119,6 +111,21 @@ def assemble(config: Config) -> Assembly:
         shapes=abstract(parts, mesh),
         links=links,
         profile=profile,
+    )
+
+
+def exchange_of(
+    config: Config, mesh: Mesh, profile: sync.Profile | None, num_hosts: int | None
+) -> optax.GradientTransformation:
+    """The exchange that ``[sync]`` asks for, over ``mesh``."""
+    return sync.all_reduce(
+        mesh,
+        algorithm=config.sync.algorithm,
+        across=config.sync.across,
+        bucket_mib=config.sync.bucket_mib,
+        reduce="sum",
+        profile=profile,
+        num_hosts=num_hosts,
     )
 
 

@@ -16,9 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from trainer import runtime
+from trainer.assembly import assemble
 from trainer.config import Config
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir, write_json
+from trainer.step import train_program
 
 AXES = ("node", "local")
 
@@ -76,6 +78,14 @@ def cached_step(config: Config, run_dir: RunDir, attempt: int, console: Console 
         w = program(w, x)
     digest = hashlib.sha256(np.asarray(w.addressable_data(0)).tobytes()).hexdigest()
     write_json(run_dir.path / f"cached-{runtime.rank()}.json", {"found": len(found), "digest": digest})
+
+
+def compiled_step(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Compiles the train step, and writes how many all-reduces it has."""
+    pieces = assemble(config)
+    program = train_program(pieces.parts, pieces.work, pieces.schedule, pieces.shapes)
+    text = program.lower(pieces.shapes, pieces.batch_shapes()).compile().as_text()
+    write_json(run_dir.path / f"compiled-{runtime.rank()}.json", text.count(" all-reduce("))
 
 
 def fail(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from trainer.placement import Placement
 
@@ -17,7 +18,8 @@ class Job:
     attempt:       the number that ``RunDir.open`` returned; 0 if this is none, and leaves no verdict.
     num_processes: how many workers.
     resume:        whether the user asked to go on with an existing run.
-    entry:         import path of what the workers call: (config, run_dir, attempt, console) -> None.
+    entry:         import path of what the workers call: (config, run_dir, attempt, console, **args) -> None.
+    args:          keywords for the entry, of kinds that JSON holds.
     """
 
     config: str
@@ -26,6 +28,7 @@ class Job:
     num_processes: int = 1
     resume: bool = False
     entry: str = "trainer.loop:run"
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

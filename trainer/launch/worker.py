@@ -25,7 +25,8 @@ from trainer.launch.verdict import Verdict, record, tell
 from trainer.placement import Placement
 from trainer.rundir import RunDir
 
-Entry = Callable[[Config, RunDir, int, Console | None], None]
+Entry = Callable[..., None]
+"""(config, run_dir, attempt, console, **args) -> None"""
 
 PLAIN_WIDTH = 120
 """Columns where the display is not a terminal."""
@@ -83,7 +84,7 @@ def work(job: Job, placement: Placement, console: Console | None, started: Calla
     )
     started()
     entry: Entry = import_path.load(job.entry, "entry")
-    entry(config, RunDir(Path(job.run_dir)), job.attempt, console)
+    entry(config, RunDir(Path(job.run_dir)), job.attempt, console, **job.args)
 
 
 class Display(io.FileIO):

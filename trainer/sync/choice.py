@@ -77,10 +77,11 @@ def choose(
     if links.num_nodes * links.devices_per_node == 1:
         why = "nothing to exchange, for there is one replica"
         return Choice("xla", "ring", _bucket(links, "xla", bucket_mib), why)
-    if profile is not None:
+    if profile is not None and not links.is_emulated:
         return _quickest(gradient, links, across, bucket_mib, profile)
     kind, over, why = _by_topology(gradient, links, across)
-    return Choice(kind, over, _bucket(links, kind, bucket_mib), why)
+    choice = Choice(kind, over, _bucket(links, kind, bucket_mib), why)
+    return choice if profile is None else _with_prediction(choice, gradient, links, profile)
 
 
 def _bucket(links: Links, algorithm: str, bucket_mib: float | str) -> float:

@@ -74,13 +74,20 @@ def fit(samples: Sequence[Sample]) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile as JSON."""
+    """Writes a profile as JSON.
+
+    Raises:
+        InputRefused: the file cannot be written.
+    """
     text = {
         "fast": profile.fast._asdict(),
         "slow": profile.slow._asdict(),
         "seconds_per_exchange": profile.seconds_per_exchange,
     }
-    path.write_text(json.dumps(text, indent=2) + "\n")
+    try:
+        path.write_text(json.dumps(text, indent=2) + "\n")
+    except OSError as error:
+        raise InputRefused(f"the profile {path} cannot be written: {error.strerror}") from error
 
 
 def read_profile(path: Path) -> Profile:

@@ -1,0 +1,82 @@
+"""What may be asked of a benchmark, checked before a worker is started. It does not load JAX."""
+
+import re
+from pathlib import Path
+
+from trainer.errors import SettingsRefused
+
+ALGORITHMS = ("xla", "ring", "tree", "hierarchical", "central")
+"""Those of the exchange, the one that is only there to be measured against last."""
+
+DEFAULT_SIZES = tuple(4**power * 2**10 for power in range(9))
+"""1 KiB to 64 MiB."""
+
+LARGEST_SIZE = 2**30
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+LONGEST_SECONDS = 3600.0
+
+
+def sizes(text: str) -> list[int]:
+    """The sizes in bytes that ``text`` lists, in ascending order; 1 KiB to 64 MiB if it is empty.
+
+    Raises:
+        SettingsRefused: something is no size, is no multiple of four bytes, or is too large.
+
+    >>> sizes("4KiB, 1MiB,1024")
+    [1024, 4096, 1048576]
+    """
+    return sorted({_size(word.strip()) for word in text.split(",")}) if text.strip() else list(DEFAULT_SIZES)
+
+
+def _size(word: str) -> int:
+    match = re.fullmatch(r"(\d{1,12})\s*([a-zA-Z]*)", word)
+    unit = UNITS.get(match[2].upper()) if match else None
+    num_bytes = int(match[1]) * unit if match and unit else 0
+    if not 0 < num_bytes <= LARGEST_SIZE or num_bytes % 4:
+        raise SettingsRefused(
+            f"--sizes: {word!r} is no size of a float32 vector: give multiples of 4 bytes up to 1GiB, such as "
+            "1KiB,64KiB,4MiB"
+        )
+    return num_bytes
+
+
+def algorithms(text: str) -> list[str]:
+    """The algorithms that ``text`` lists, in our order; all if it is empty.
+
+    Raises:
+        SettingsRefused: one is none of ours.
+
+    >>> algorithms("ring,xla")
+    ['xla', 'ring']
+    """
+    wanted = {word.strip() for word in text.split(",")} if text.strip() else set(ALGORITHMS)
+    if unknown := sorted(wanted - set(ALGORITHMS)):
+        raise SettingsRefused(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
+    return [name for name in ALGORITHMS if name in wanted]
+
+
+def seconds(value: float) -> float:
+    """``value``, if that is a time to measure for.
+
+    Raises:
+        SettingsRefused: it is not.
+    """
+    if not 0 < value <= LONGEST_SECONDS:
+        raise SettingsRefused(f"--seconds {value:g}: give a time above 0, and at most {LONGEST_SECONDS:g}")
+    return value
+
+
+def output(option: str, path: str) -> str:
+    """An absolute path for a file that will be written; '' and '-' (standard output) stay.
+
+    Raises:
+        SettingsRefused: there is no directory for it.
+    """
+    if path in ("", "-"):
+        return path
+    target = Path(path).absolute()
+    if not target.parent.is_dir() or target.is_dir():
+        problem = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise SettingsRefused(f"{option} {path}: {problem}; name a file in a directory that exists")
+    return str(target)
