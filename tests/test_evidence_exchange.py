@@ -121,7 +121,9 @@ def test_options_are_read_and_refused_in_one_line(tmp_path):
     for value in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(SettingsRefused, match="--seconds"):
             options.seconds(value)
-    assert options.output("--json", "-") == "-"
+    assert options.output("--json", "-", or_stdout=True) == "-"
+    with pytest.raises(SettingsRefused, match=r"--profile -: .*name a file"):
+        options.output("--profile", "-")
     assert options.output("--json", str(tmp_path / "x")) == str(tmp_path / "x")
     for path in (tmp_path, tmp_path / "nowhere" / "x"):
         with pytest.raises(SettingsRefused, match=r"--json .*name a file in a directory that exists"):

@@ -190,3 +190,17 @@ def test_integer_leaves_are_refused_by_name():
     mesh = mesh_of(1, 2)
     message = refusal_when_traced(program(mesh, sync.all_reduce(mesh)), {"a": {"ids": jnp.zeros((2, 3), jnp.int32)}})
     assert "['a']['ids'] has dtype int32" in message
+
+
+def test_the_number_of_hosts_reaches_the_choice(monkeypatch):
+    seen = []
+
+    def noting(gradient, links, **given):
+        seen.append(links)
+        return sync.choose(gradient, links, **given)
+
+    monkeypatch.setattr("trainer.sync.transform.choose", noting)
+    for num_hosts in (None, 3):
+        transform = sync.all_reduce(mesh_of(2, 4), num_hosts=num_hosts)
+        jax.eval_shape(program(mesh_of(2, 4), transform), {"x": jax.ShapeDtypeStruct((8, 3), jnp.float32)})
+    assert [links.num_hosts for links in seen] == [None, 3]

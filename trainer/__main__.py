@@ -120,7 +120,7 @@ def bench_sync(
         "sizes": options.sizes(sizes),
         "algorithms": options.algorithms(algorithms),
         "seconds": options.seconds(seconds),
-        "json_path": options.output("--json", json_path),
+        "json_path": options.output("--json", json_path, or_stdout=True),
         "profile_path": options.output("--profile", profile),
     }
     _measure(_load(config_path, overrides), "trainer.evidence.exchange_bench:run", processes, args)
@@ -141,7 +141,7 @@ def bench_scaling(
     args = {
         "fixed_batch": fixed_batch,
         "seconds": options.seconds(seconds),
-        "json_path": options.output("--json", json_path),
+        "json_path": options.output("--json", json_path, or_stdout=True),
     }
     _measure(_load(config_path, overrides), "trainer.evidence.scaling:run", processes, args)
 

@@ -67,14 +67,16 @@ def seconds(value: float) -> float:
     return value
 
 
-def output(option: str, path: str) -> str:
-    """An absolute path for a file that will be written; '' and '-' (standard output) stay.
+def output(option: str, path: str, *, or_stdout: bool = False) -> str:
+    """An absolute path for a file that will be written; '' stays, and so does '-' where that may mean standard output.
 
     Raises:
         SettingsRefused: there is no directory for it.
     """
-    if path in ("", "-"):
+    if path == "" or (path == "-" and or_stdout):
         return path
+    if path == "-":
+        raise SettingsRefused(f"{option} -: standard output is for --json; name a file")
     target = Path(path).absolute()
     if not target.parent.is_dir() or target.is_dir():
         problem = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
