@@ -84,7 +84,7 @@ class Codec:
 
     name:     as in the settings.
     unit:     "element": takes flat vectors, cut anywhere; "leaf": takes whole leaves, in their own shapes.
-    linear:   whether decode(encode(x)) is linear in x once the codec's state and the key are given.
+    linear:   whether the totals depend on the sum of the members' values alone, given the codec's state and the key.
     exchange: see ``Exchange``.
     init:     a value's shape -> the codec's state for it, a pytree of arrays.
     applies:  a leaf's shape -> whether to use the codec on it; other leaves are exchanged exactly.
@@ -129,7 +129,7 @@ def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False
 
     def one(value: jax.Array, key: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
         size, me = wire.size, wire.index()
-        parts = jnp.pad(value, (0, -value.shape[0] % size)).reshape(size, -1)
+        parts = _parts(value, size)
         shape = parts.shape[1:]
         mine = jax.random.fold_in(key, me)  # what members round off must not be the same everywhere
         first, second = jax.random.split(mine)
@@ -137,11 +137,10 @@ def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False
         like = jax.eval_shape(encode, parts[0], key)
         received = wire.swap(jax.vmap(to_words)(codes))
         total = jnp.sum(jax.vmap(lambda words: decode(from_words(words, like), shape))(received), axis=0)
-        code = encode(total, second)
-        dropped = total - decode(code, shape)
-        totals = jax.vmap(lambda words: decode(from_words(words, like), shape))(wire.gather(to_words(code)))
+        everybodys = wire.gather(to_words(encode(total, second)))
+        totals = jax.vmap(lambda words: decode(from_words(words, like), shape))(everybodys)
         sent = jax.vmap(lambda code: decode(code, shape))(codes)
-        sent = sent.at[me].add(-dropped)
+        sent = sent.at[me].add(totals[me] - total)
         return totals.reshape(-1)[: value.shape[0]], sent.reshape(-1)[: value.shape[0]]
 
     def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
@@ -152,7 +151,21 @@ def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False
     return Codec(name, "element", linear, exchange)
 
 
-def gathered(name: str, encode: Encode, decode: Decode, *, unit: Literal["element", "leaf"]) -> Codec:
+def _parts(value: jax.Array, size: int) -> jax.Array:
+    """(n,) -> (size, ceil(n / size)), filled up with the last element: no block's scale suffers by it, as by zeros."""
+    if value.shape[0] == 0:
+        return value.reshape(size, 0)
+    return jnp.pad(value, (0, -value.shape[0] % size), mode="edge").reshape(size, -1)
+
+
+def gathered(
+    name: str,
+    encode: Encode,
+    decode: Decode,
+    *,
+    unit: Literal["element", "leaf"],
+    applies: Callable[[Shape], bool] = everything,
+) -> Codec:
     """A codec whose codes all members send to all, in one message, and add up decoded, in the members' order."""
 
     def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
@@ -169,4 +182,4 @@ def gathered(name: str, encode: Encode, decode: Decode, *, unit: Literal["elemen
             totals = [total + one for total, one in zip(totals, theirs, strict=True)]
         return Exchanged(totals, decoded(codes), list(states))
 
-    return Codec(name, unit, False, exchange)
+    return Codec(name, unit, False, exchange, applies=applies)
