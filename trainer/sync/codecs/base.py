@@ -88,6 +88,7 @@ class Codec:
     exchange: see ``Exchange``.
     init:     a value's shape -> the codec's state for it, a pytree of arrays.
     applies:  a leaf's shape -> whether to use the codec on it; other leaves are exchanged exactly.
+    sparse:   whether it sends some entries and nothing at all of the others.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Codec:
     exchange: Exchange
     init: Callable[[Shape], Any] = stateless
     applies: Callable[[Shape], bool] = everything
+    sparse: bool = False
 
 
 def to_words(code: Any) -> jax.Array:
@@ -165,6 +167,7 @@ def gathered(
     *,
     unit: Literal["element", "leaf"],
     applies: Callable[[Shape], bool] = everything,
+    sparse: bool = False,
 ) -> Codec:
     """A codec whose codes all members send to all, in one message, and add up decoded, in the members' order."""
 
@@ -182,4 +185,4 @@ def gathered(
             totals = [total + one for total, one in zip(totals, theirs, strict=True)]
         return Exchanged(totals, decoded(codes), list(states))
 
-    return Codec(name, unit, False, exchange, applies=applies)
+    return Codec(name, unit, False, exchange, applies=applies, sparse=sparse)

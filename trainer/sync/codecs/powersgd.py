@@ -21,11 +21,12 @@ def powersgd(*, rank: int = 4) -> Codec:
     With M_i a member's matrix (m, n) and Q (n, r) the codec's state: P = orthonormal columns spanning sum_i M_i Q;
     the total is P (sum_i M_i^T P)^T, and a member's share of it P (M_i^T P)^T. A total of rank r comes back as it is,
     to rounding. The next Q is sum_i M_i^T P with its columns made orthonormal, which changes no result beside rounding.
-    Directions of which nothing is left, as after a zero gradient, are drawn anew.
+    Directions of which nothing is left, as after a zero gradient, are drawn anew. The totals follow the members' sum
+    alone, so where members always differ, a member's residual can become many times larger than the mean one.
 
-    A leaf is cut into rows and columns between two of its dims, there where m + n is smallest; for convolution and
-    dense kernels that is before the last dim, the output channels. It is used where r (m + n) < m n; other leaves,
-    all vectors among them, are exchanged exactly. A larger rank than min(m, n) means min(m, n).
+    A leaf is cut into rows and columns between two of its dims, there where m + n is smallest: for dense kernels, and
+    those of convolutions with many channels, before the last dim, which counts the outputs. The codec is used where
+    r (m + n) < m n; other leaves, all vectors among them, are exchanged exactly. A rank above min(m, n) means min(m, n).
     """
     rank = rank_of(rank)
 
@@ -66,23 +67,22 @@ def orthonormal(columns: jax.Array, key: jax.Array) -> jax.Array:
     spare = jax.random.normal(key, columns.shape)
 
     def one(index: Any, done: jax.Array) -> jax.Array:
-        column, is_independent = _orthogonal(columns[:, index], done)
-        substitute, _ = _orthogonal(spare[:, index], done)
-        return done.at[:, index].set(jnp.where(is_independent, column, substitute))
+        candidates, is_independent = _orthogonal(jnp.stack([columns[:, index], spare[:, index]], axis=1), done)
+        return done.at[:, index].set(jnp.where(is_independent[0], candidates[:, 0], candidates[:, 1]))
 
     return jax.lax.fori_loop(0, columns.shape[1], one, jnp.zeros_like(columns))
 
 
-def _orthogonal(column: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The column less its projection on those done, of length 1, and whether anything of it was left."""
-    scale = jnp.max(jnp.abs(column), initial=0.0)
-    column = column / jnp.where(scale > 0, scale, 1.0)
-    before = jnp.linalg.norm(column)
+def _orthogonal(columns: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each column less its projection on those done, of length 1, and whether anything of it was left."""
+    scales = jnp.max(jnp.abs(columns), axis=0)
+    columns = columns / jnp.where(scales > 0, scales, 1.0)
+    before = jnp.linalg.norm(columns, axis=0)
     for _ in range(2):
-        column = column - _product(done, _product(done.T, column))
-    after = jnp.linalg.norm(column)
+        columns = columns - _product(done, _product(done.T, columns))
+    after = jnp.linalg.norm(columns, axis=0)
     is_independent = after > _DEPENDENT * before
-    return column / jnp.where(is_independent, after, 1.0), is_independent
+    return columns / jnp.where(is_independent, after, 1.0), is_independent
 
 
 def _rows_and_columns(shape: Shape) -> tuple[int, int]:

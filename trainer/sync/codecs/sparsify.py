@@ -38,7 +38,7 @@ def topk(*, ratio: float = 0.01) -> Codec:
         length = math.prod(shape)
         return _num_kept(length, ratio) * (4 + jnp.dtype(_position_dtype(length)).itemsize) < 4 * length
 
-    return gathered("topk", encode, decode, unit="leaf", applies=applies)
+    return gathered("topk", encode, decode, unit="leaf", applies=applies, sparse=True)
 
 
 def randomk(*, ratio: float = 0.01) -> Codec:
@@ -62,7 +62,7 @@ def randomk(*, ratio: float = 0.01) -> Codec:
             list(states),
         )
 
-    return Codec("randomk", "element", linear=True, exchange=exchange)
+    return Codec("randomk", "element", linear=True, exchange=exchange, sparse=True)
 
 
 def _num_kept(length: int, ratio: float) -> int:

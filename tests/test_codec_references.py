@@ -1,0 +1,110 @@
+"""Every codec against a naive NumPy version of the same exchange."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from members import exchange, states_of
+
+from trainer.sync.codecs import build
+
+
+def bf16(value):
+    return value.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def by_block(function, block_size):
+    """Applies a function to each block of a vector by itself."""
+
+    def apply(value):
+        blocks = [value[start : start + block_size] for start in range(0, len(value), block_size)]
+        return np.concatenate([function(block) for block in blocks]) if blocks else value
+
+    return apply
+
+
+def fp16(block):
+    power = 2.0 ** (np.floor(np.log2(np.abs(block).max())) - 13)
+    return ((block / power).astype(np.float16).astype(np.float64) * power).astype(np.float32)
+
+
+def integers(top):
+    def apply(block):
+        scale = np.float32(np.abs(block).max() / np.float32(top))
+        return np.round(block / scale).astype(np.float32) * scale
+
+    return apply
+
+
+def sign(block):
+    return np.where(block < 0, -1, 1).astype(np.float32) * np.abs(block).mean()
+
+
+def topk(value):
+    flat = value.reshape(-1)
+    order = sorted(range(flat.size), key=lambda index: (-abs(flat[index]), index))
+    kept = np.zeros_like(flat)
+    for index in order[: max(1, round(0.05 * flat.size))]:
+        kept[index] = flat[index]
+    return kept.reshape(value.shape)
+
+
+def reencoded(values, round_trip):
+    """(totals, sent): everybody's code of each part to its owner, whose sum is encoded once more for all."""
+    size, length = values.shape
+    padded = np.pad(values, ((0, 0), (0, -length % size)), mode="edge")
+    sent, totals = [np.split(row, size) for row in padded], []
+    sent = [[round_trip(part) for part in parts] for parts in sent]
+    for owner in range(size):
+        summed = np.sum([parts[owner] for parts in sent], axis=0, dtype=np.float32)
+        totals.append(round_trip(summed))
+        sent[owner][owner] = sent[owner][owner] + totals[-1] - summed
+    return np.concatenate(totals)[:length], np.stack([np.concatenate(parts)[:length] for parts in sent])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "round_trip"),
+    [
+        ("bf16", {}, bf16),
+        ("fp16", {"block_size": 32}, by_block(fp16, 32)),
+        ("int8", {"block_size": 32}, by_block(integers(127), 32)),
+        ("int4", {"block_size": 32}, by_block(integers(7), 32)),
+        ("sign", {"block_size": 32}, by_block(sign, 32)),
+    ],
+)
+def test_codes_that_are_added_up_by_each_parts_owner(name, args, round_trip):
+    values = np.random.default_rng(0).normal(size=(3, 97)).astype(np.float32)
+    (total,), (sent,), _ = exchange(build(name, args), [values])
+    expected_total, expected_sent = reencoded(values, round_trip)
+    np.testing.assert_allclose(total, expected_total, atol=1e-5)
+    np.testing.assert_allclose(sent, expected_sent, atol=1e-5)
+
+
+def test_topk_adds_up_what_each_member_chose():
+    values = np.random.default_rng(0).normal(size=(3, 9, 11)).astype(np.float32)
+    values[:, 3:] = np.round(values[:, 3:])  # with ties
+    (total,), (sent,), _ = exchange(build("topk", {"ratio": 0.05}), [values])
+    np.testing.assert_array_equal(sent, np.stack([topk(value) for value in values]))
+    np.testing.assert_allclose(total, sent.sum(axis=0), rtol=1e-6)
+
+
+def test_randomk_sends_the_same_places_of_all_members():
+    values = np.random.default_rng(0).normal(size=(3, 95)).astype(np.float32)
+    (total,), (sent,), _ = exchange(build("randomk", {"ratio": 0.1}), [values])
+    chosen = total != 0
+    assert chosen.sum() == round(9.5)
+    np.testing.assert_array_equal(sent, np.where(chosen, values, 0))
+    np.testing.assert_allclose(total, np.where(chosen, values.sum(axis=0), 0), rtol=1e-5)
+
+
+def test_powersgd_is_a_power_iteration_with_a_warm_start():
+    codec, generator = build("powersgd", {"rank": 2}), np.random.default_rng(0)
+    states = states_of(codec, [(8, 6)])
+    right = np.asarray(states[0], np.float64)
+    for _ in range(4):
+        values = generator.normal(size=(3, 8, 6)).astype(np.float32)
+        (total,), (sent,), states = exchange(codec, [values], states)
+        left, _ = np.linalg.qr(values.astype(np.float64).sum(axis=0) @ right)
+        mine = [value.T @ left for value in values]
+        right = sum(mine)
+        np.testing.assert_allclose(sent, np.stack([left @ factor.T for factor in mine]), atol=2e-5)
+        np.testing.assert_allclose(total, left @ right.T, atol=2e-5)
