@@ -12,7 +12,7 @@ AXIS = "member"
 
 @dataclass(frozen=True)
 class Members:
-    """A ``Wire`` between the members of the axis ``AXIS``. ``num_bytes``: what each member sends, message by message."""
+    """A ``Wire`` between the members of the axis ``AXIS``; ``num_bytes``: what each sends, message by message."""
 
     size: int
     num_bytes: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ def states_of(codec, shapes):
     return [codec.init(shape) for shape in shapes]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program(codec, size):
     """A jitted function: (values with a first dim of members, common states, common key) -> each member's Exchanged."""
 

@@ -136,9 +136,9 @@ def test_powersgd_volume_of_resnet18(rank, floats, mib, times):
     assert round(everything / sent) == times
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def steps_with_error_feedback(codec, size):
-    """A jitted function: (residuals, states), contributions -> the next of both, and each step's (totals, residuals' norm).
+    """A jitted function: (residuals, states), contributions -> the next of both, and (totals, norms of the residuals).
 
     contributions: (steps, members, *shape).
     """

@@ -72,7 +72,7 @@ def reencoded(values, round_trip):
     ],
 )
 def test_codes_that_are_added_up_by_each_parts_owner(name, args, round_trip):
-    values = np.random.default_rng(0).normal(size=(3, 97)).astype(np.float32)
+    values = np.random.default_rng(0).normal(size=(4, 97)).astype(np.float32)
     (total,), (sent,), _ = exchange(build(name, args), [values])
     expected_total, expected_sent = reencoded(values, round_trip)
     np.testing.assert_allclose(total, expected_total, atol=1e-5)

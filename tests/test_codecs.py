@@ -25,6 +25,8 @@ VARIANTS = [
     ("powersgd", {"rank": 2}),
 ]
 VECTORS = [(0,), (1,), (15,), (16,), (17,), (33,)]
+SHARED_VECTORS = [(0,), (1,), (47,), (50,)]
+"""Of three members' parts of these one is a block long, and one longer."""
 LEAVES = [(), (0, 3), (2, 2), (3, 3, 4, 8)]
 MATRICES = [(1, 5), (9, 6), (3, 3, 4, 8)]
 
@@ -34,7 +36,7 @@ def named(variant):
     return "-".join([name, *map(str, args.values())])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _built(name, args):
     return build(name, dict(args))
 
@@ -50,13 +52,15 @@ def codec(request):
     return built(name, **args)
 
 
-def shapes_of(codec):
-    return VECTORS if codec.unit == "element" else MATRICES if codec.name == "powersgd" else LEAVES
+def shapes_of(codec, size):
+    if codec.unit == "element":
+        return VECTORS if size == 1 else SHARED_VECTORS
+    return MATRICES if codec.name == "powersgd" else LEAVES
 
 
 def random_values(codec, size, seed=0):
     generator = np.random.default_rng(seed)
-    return [generator.normal(size=(size, *shape)).astype(np.float32) for shape in shapes_of(codec)]
+    return [generator.normal(size=(size, *shape)).astype(np.float32) for shape in shapes_of(codec, size)]
 
 
 def blocks(value, block_size=16):
@@ -109,7 +113,7 @@ def assert_shares_add_up(totals, sent, values):
         np.testing.assert_allclose(shares.sum(axis=0), total, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_shares_add_up_to_totals_that_are_the_same_everywhere(codec, size):
     values = random_values(codec, size)
     totals, sent, _ = exchange(codec, values)
@@ -117,7 +121,7 @@ def test_shares_add_up_to_totals_that_are_the_same_everywhere(codec, size):
 
 
 def test_shares_add_up_between_devices_too(codec):
-    size, shapes = 4, shapes_of(codec)
+    size, shapes = 2, shapes_of(codec, 2)
     values, states, key = random_values(codec, size), states_of(codec, shapes), jax.random.key(0)
     mesh, rows = Mesh(np.array(jax.devices()[:size]), (AXIS,)), PartitionSpec(AXIS)
 
@@ -134,7 +138,7 @@ def test_shares_add_up_between_devices_too(codec):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_with_error_feedback_nothing_is_lost_in_twenty_steps(codec, size):
-    shapes = shapes_of(codec)
+    shapes = shapes_of(codec, size)
     residuals = [np.zeros((size, *shape), np.float32) for shape in shapes]
     states = states_of(codec, shapes)
     contributed, total_sum = [0.0] * len(shapes), [0.0] * len(shapes)
@@ -162,7 +166,7 @@ def test_zero_stays_exactly_zero_and_the_next_value_gets_through(codec, size):
 
 
 def test_the_same_is_sent_each_time_and_another_key_draws_anew(codec):
-    values = random_values(codec, 2)
+    values = random_values(codec, 3)
     once, again, other = (exchange(codec, values, seed=seed) for seed in (1, 1, 2))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True))
     draws = codec.name == "randomk" or (codec.name in ("int8", "int4") and len(codec_args(codec)) == 2)
@@ -176,9 +180,9 @@ def codec_args(codec):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_does_not_come_back_finite(codec, bad):
-    values = random_values(codec, 2)
+    values = random_values(codec, 3)
     for value in values:
-        value.reshape(2, -1)[1, -1:] = bad
+        value.reshape(3, -1)[1, -1:] = bad
     totals, _, states = exchange(codec, values)
     positions_are_chosen_blindly = codec.name == "randomk"
     for total in totals:

@@ -26,7 +26,7 @@ def powersgd(*, rank: int = 4) -> Codec:
 
     A leaf is cut into rows and columns between two of its dims, there where m + n is smallest: for dense kernels, and
     those of convolutions with many channels, before the last dim, which counts the outputs. The codec is used where
-    r (m + n) < m n; other leaves, all vectors among them, are exchanged exactly. A rank above min(m, n) means min(m, n).
+    r (m + n) < m n; other leaves, all vectors among them, are exchanged exactly. A rank above min(m, n) means that.
     """
     rank = rank_of(rank)
 
