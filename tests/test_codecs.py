@@ -24,6 +24,8 @@ VARIANTS = [
     ("randomk", {"ratio": 0.1}),
     ("powersgd", {"rank": 2}),
 ]
+REPRESENTATIVES = [("bf16", {}), ("int4", {"block_size": 16}), ("topk", {"ratio": 0.1}), ("powersgd", {"rank": 2})]
+"""One of each kind of exchange, where compiling all of them takes long."""
 VECTORS = [(0,), (1,), (15,), (16,), (17,), (33,)]
 SHARED_VECTORS = [(0,), (1,), (47,), (50,)]
 """Of three members' parts of these one is a block long, and one longer."""
@@ -120,8 +122,14 @@ def test_shares_add_up_to_totals_that_are_the_same_everywhere(codec, size):
     assert_shares_add_up(totals, sent, values)
 
 
-def test_shares_add_up_between_devices_too(codec):
-    size, shapes = 2, shapes_of(codec, 2)
+@pytest.mark.parametrize(
+    "variant",
+    [each if each in REPRESENTATIVES else pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS],
+    ids=named,
+)
+def test_shares_add_up_between_devices_too(variant):
+    codec, size = built(variant[0], **variant[1]), 2
+    shapes = shapes_of(codec, size)
     values, states, key = random_values(codec, size), states_of(codec, shapes), jax.random.key(0)
     mesh, rows = Mesh(np.array(jax.devices()[:size]), (AXIS,)), PartitionSpec(AXIS)
 
