@@ -53,6 +53,10 @@ class Level:
         """The members' vectors, each of shape (n,), one after another: (size * n,)."""
         return jax.lax.all_gather(x, self.axes, axis_index_groups=self._lists(), tiled=True)
 
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        """Row j goes to member j, and row i of the result came from member i: (size, n) both."""
+        return jax.lax.all_to_all(rows, self.axes, 0, 0, axis_index_groups=self._lists())
+
     def reduce_scatter(self, chunks: jax.Array) -> jax.Array:
         """Row i of the sum over the group, on member i: (size, n) -> (n,).
 
@@ -61,8 +65,7 @@ class Level:
         """
         if self.has_psum_scatter:
             return jax.lax.psum_scatter(chunks, self.axes, scatter_dimension=0, axis_index_groups=self._lists())
-        mine = jax.lax.all_to_all(chunks, self.axes, 0, 0, axis_index_groups=self._lists())
-        return jnp.sum(mine, axis=0)
+        return jnp.sum(self.all_to_all(chunks), axis=0)
 
     def _lists(self) -> list[list[int]] | None:
         return None if self.groups is None else [list(group) for group in self.groups]
