@@ -1,7 +1,7 @@
 """The exchange as an optax transformation, for use inside ``shard_map`` and ``pmap``."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,9 +11,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from trainer.errors import SettingsRefused
-from trainer.sync import buckets, collectives
+from trainer.sync import buckets, coded, collectives, compression
 from trainer.sync.choice import Links, choose
+from trainer.sync.codecs.base import Codec
+from trainer.sync.compression import Compression
 from trainer.sync.cost import Profile
+from trainer.sync.lanes import Compress
 from trainer.sync.levels import divide, topology
 from trainer.sync.state import SyncState
 
@@ -30,6 +33,7 @@ class _Settings(NamedTuple):
     output_dtype: DTypeLike | None
     profile: Profile | None
     num_hosts: int | None
+    compression: Compression | None
 
 
 def all_reduce(
@@ -44,13 +48,24 @@ def all_reduce(
     output_dtype: DTypeLike | None = None,
     profile: Profile | None = None,
     num_hosts: int | None = None,
+    codec: str | Codec = "none",
+    codec_args: Mapping[str, Any] | None = None,
+    compress: Compress = "slow",
+    error_feedback: bool = False,
+    warmup_steps: int = 0,
+    momentum_correction: float = 0.0,
+    seed: int = 0,
 ) -> optax.GradientTransformation:
     """Replaces each replica's updates by their mean, or their sum, over all replicas: identical bits on every one.
 
     It is summed in float32, which is also what is on the wire, and returned in each leaf's own dtype, or in
     ``output_dtype``. Leaves are floating-point, of any shape, the empty ones too. To be called inside
     ``jax.shard_map(..., check_vma=False)``, or inside ``jax.pmap`` with ``axes`` the one name that it maps over.
-    ``init`` can be called anywhere.
+    ``init`` can be called anywhere, though with a codec only the mesh can tell it how many owners there are outside of
+    the mapped function: there its state has a row for each, inside (and without a mesh only there) the owner's alone.
+
+    With a codec, what crosses the slow link is encoded, and a replica's updates that are not finite make all results
+    NaN and leave the state as it was. Leaves that the codec does not apply to are exchanged exactly.
 
     Args:
         mesh: the mesh of the surrounding ``shard_map``. Without it the arguments that need it are checked when the
@@ -65,6 +80,14 @@ def all_reduce(
         output_dtype: the dtype of the result.
         profile: measured links, from which "auto" predicts what is quickest.
         num_hosts: how many machines the processes are on, for "auto"; None: not known.
+        codec: "none", a name in ``codecs.CODECS``, or a codec of your own.
+        codec_args: keywords for a codec that is given by its name.
+        compress: "slow": only the exchange across nodes, after an exact one within them; "all": everywhere.
+        error_feedback: whether each owner (a node, or a replica with "all") keeps what the codec dropped, and adds it
+            to the next updates: float32 of the parameters' size for each owner.
+        warmup_steps: updates that are exchanged exactly, before the codec is used.
+        momentum_correction: momentum that each owner applies before anything is dropped, in place of the optimizer's.
+        seed: of the random numbers that codecs draw; the same on all replicas.
 
     Raises:
         SettingsRefused: an argument that cannot be; a topology on which the algorithm cannot work. What only the
@@ -84,20 +107,32 @@ def all_reduce(
     [28. 28. 28. 28. 28. 28. 28. 28.]
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
+    chosen = compression.choose(
+        codec,
+        codec_args or {},
+        compress=compress,
+        error_feedback=error_feedback,
+        warmup_steps=warmup_steps,
+        momentum_correction=momentum_correction,
+        seed=seed,
+    )
     settings = _Settings(
-        algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile, num_hosts
+        algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile, num_hosts, chosen
     )
     _check(settings)
     if mesh is not None:
         _check_sizes(settings, _sizes_in(mesh, names))
 
     def init(params: optax.Params) -> SyncState:
-        del params
-        return SyncState()
+        if chosen is None:
+            return SyncState()
+        return compression.initial(chosen, params, _owners_here(settings, chosen, mesh))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        return _exchange(settings, mesh, updates), state
+        if chosen is None:
+            return _exchange(settings, mesh, updates), state
+        return _exchange_coded(settings, chosen, mesh, updates, state)
 
     return optax.GradientTransformation(init, update)
 
@@ -115,6 +150,25 @@ def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
         return value.astype(given.dtype if dtype is None else dtype)
 
     return structure.unflatten([finish(total, given) for total, given in zip(summed, leaves, strict=True)])
+
+
+def _exchange_coded(
+    settings: _Settings, how: Compression, mesh: Mesh | None, updates: Any, state: Any
+) -> tuple[Any, SyncState]:
+    sizes = _sizes_here(settings, mesh)
+    _check_sizes(settings, sizes)
+    _check_leaves(updates)
+    levels = topology(settings.axes, sizes, settings.devices_per_node, _links(settings, mesh, sizes).platform)
+    divisor = math.prod(sizes) if settings.reduce == "mean" else 1
+    contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / divisor, updates)
+    algorithm, bucket_bytes = how.summing(settings.algorithm, settings.across), how.bucket_bytes(settings.bucket_mib)
+    totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state)
+    leaves, structure = jax.tree.flatten(updates)
+    dtype = settings.output_dtype
+    done = [
+        total.astype(given.dtype if dtype is None else dtype) for total, given in zip(totals, leaves, strict=True)
+    ]
+    return structure.unflatten(done), state
 
 
 def _sum(
@@ -139,6 +193,21 @@ def _sum(
         for index, leaf in zip(bucket, buckets.unpack(total, shapes, links.is_emulated), strict=True):
             sums[index] = leaf
     return sums
+
+
+def _owners_here(settings: _Settings, how: Compression, mesh: Mesh | None) -> int:
+    """How many owners' rows ``init`` makes: one where the axes are mapped, elsewhere all."""
+    try:
+        jax.lax.axis_size(settings.axes)
+        return 1
+    except NameError:
+        if mesh is None:
+            raise SettingsRefused(
+                "without a mesh, the exchange's init cannot know how many owners of residuals there are: call it inside "
+                "the jax.pmap or jax.shard_map, or give all_reduce the mesh"
+            ) from None
+    sizes = _sizes_in(mesh, settings.axes)
+    return divide(sizes, settings.devices_per_node)[0] if how.compress == "slow" else math.prod(sizes)
 
 
 def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Links:
@@ -171,6 +240,15 @@ def _check(settings: _Settings) -> None:
         raise SettingsRefused(f"axes = {settings.axes}: name each axis to reduce over once")
     if settings.output_dtype is not None and not jnp.issubdtype(settings.output_dtype, jnp.floating):
         raise SettingsRefused(f"output_dtype = {settings.output_dtype!r}: choose a floating-point dtype")
+    if how := settings.compression:
+        allowed = compression.ALGORITHMS[how.compress]
+        if algorithm not in allowed:
+            raise SettingsRefused(
+                f"sync.algorithm = {algorithm!r}: with sync.codec and sync.compress = {how.compress!r} "
+                f"choose one of {', '.join(allowed)}"
+            )
+        if across != "auto" and how.compress == "all":
+            raise SettingsRefused(f"sync.across = {across!r}: sync.compress = 'all' would ignore it; leave it out")
     if algorithm == "hierarchical" and len(settings.axes) == 1 and settings.devices_per_node is None:
         raise SettingsRefused(
             f"sync.algorithm = 'hierarchical' needs two levels, and axes = {settings.axes} is one: "
