@@ -36,7 +36,9 @@ def exchange(
     step_key = jax.random.fold_in(jax.random.key(how.seed), count)
     sums, after, finite = list(values), {name: dict(blocks) for name, blocks in kept.items()}, []
     numbered = [
-        (group, bucket) for group in lanes.plan(shapes, how.codec, how.compress, bucket_bytes) for bucket in group.buckets
+        (group, bucket)
+        for group in lanes.plan(shapes, how.codec, how.compress, bucket_bytes)
+        for bucket in group.buckets
     ]
     for number, (group, bucket) in enumerate(numbered):
         lane = lanes.lane_of(group.codec, how.compress, levels, algorithm)
@@ -44,7 +46,9 @@ def exchange(
         memory = {name: lane.read([kept[name][i] for i in bucket], sizes) for name in how.kept(group)}
         key = _key(step_key, number, lane, levels)
         code_states = [states[index] for index in bucket]
-        done, memory, to_send = _exchange_bucket(how, group.codec, lane, chosen, memory, code_states, key, count, owners)
+        done, memory, to_send = _exchange_bucket(
+            how, group.codec, lane, chosen, memory, code_states, key, count, owners
+        )
         finite += [jnp.all(jnp.isfinite(piece)) for piece in (*done.totals, *to_send, *jax.tree.leaves(memory))]
         for name, pieces in memory.items():
             blocks = lane.write(pieces, [kept[name][index] for index in bucket], sizes)
@@ -72,9 +76,7 @@ def _exchange_bucket(
 ) -> tuple[Exchanged, dict[str, list[jax.Array]], list[jax.Array]]:
     """What came of one bucket; its memory afterwards; and what was to be sent."""
     values = lane.collect(leaves)
-    before = [
-        Memory(**{name: pieces[position] for name, pieces in memory.items()}) for position in range(len(values))
-    ]
+    before = [Memory(**{name: pieces[position] for name, pieces in memory.items()}) for position in range(len(values))]
     begun = [
         error_feedback.accumulate(value, owned, owners, how.momentum)
         for value, owned in zip(values, before, strict=True)

@@ -10,7 +10,6 @@ A lane takes each bucket of leaves to the members of its wire, where the codec e
 Both also read and write what is kept for each owner, as it lies on one device: with a first dim of 1.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -170,13 +169,8 @@ def lane_of(codec: Codec, compress: Compress, levels: Topology, algorithm: str) 
     return LeafLane(Shared(wire, levels.fast) if levels.fast.size > 1 else wire, levels.fast)
 
 
-def parts_shapes(codec: Codec, shapes: Sequence[Shape], num_parts: int) -> list[Shape]:
-    """The shapes of what a member's codec is given for a bucket of leaves of these shapes."""
+def pieces(codec: Codec, shapes: Sequence[Shape], num_parts: int) -> list[Shape]:
+    """The shapes of what a codec is given of a bucket of leaves of these shapes."""
     if codec.unit == "leaf":
         return list(shapes)
     return [(sum(shards.row_size(shape, num_parts) for shape in shapes),)]
-
-
-def num_elements(shapes: Sequence[Shape]) -> int:
-    """Elements of all the leaves."""
-    return sum(math.prod(shape) for shape in shapes)

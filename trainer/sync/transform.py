@@ -165,9 +165,7 @@ def _exchange_coded(
     totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state)
     leaves, structure = jax.tree.flatten(updates)
     dtype = settings.output_dtype
-    done = [
-        total.astype(given.dtype if dtype is None else dtype) for total, given in zip(totals, leaves, strict=True)
-    ]
+    done = [total.astype(given.dtype if dtype is None else dtype) for total, given in zip(totals, leaves, strict=True)]
     return structure.unflatten(done), state
 
 

@@ -147,4 +147,3 @@ def _exactly(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array,
 
 EXACT = Codec("none", "element", True, _exactly)
 """Float32, all of it: what is sent where nothing is to be compressed."""
-
