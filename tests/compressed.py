@@ -34,8 +34,7 @@ def largest(count=2):
     def decode(code, shape):
         return jnp.zeros(int(np.prod(shape))).at[code[0]].set(code[1]).reshape(shape)
 
-    made = gathered("largest", encode, decode, unit="leaf")
-    return Codec("largest", "leaf", False, made.exchange, sparse=True)
+    return gathered("largest", encode, decode, unit="leaf", sparse=True)
 
 
 def factors():

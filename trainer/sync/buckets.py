@@ -17,6 +17,9 @@ Bucket = tuple[int, ...]
 
 Shape = tuple[int, ...]
 
+BUCKET_MIB = 1.0
+"""Between processes many small messages are what costs, while XLA copies large buffers together slowly on CPUs."""
+
 
 def plan(shapes: Sequence[Shape], bucket_bytes: float) -> list[Bucket]:
     """Groups leaves of these shapes into buckets of about ``bucket_bytes`` of float32, from the last leaf to the first.

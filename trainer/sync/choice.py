@@ -3,11 +3,9 @@
 from typing import Any, NamedTuple
 
 from trainer.sync.accounting import payload_bytes, traffic
+from trainer.sync.buckets import BUCKET_MIB
 from trainer.sync.collectives import ACROSS
 from trainer.sync.cost import Profile, predict
-
-BUCKET_MIB = 1.0
-"""Between processes many small messages are what costs, while XLA copies large buffers together slowly on CPUs."""
 
 LEAF_BY_LEAF = 0.0
 """The bucket size at which nothing is copied together."""

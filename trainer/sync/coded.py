@@ -1,7 +1,7 @@
 """The exchange with a codec: lanes, error feedback, warm-up, and the guard against what is not finite."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,37 @@ from trainer.sync.lanes import Lane
 from trainer.sync.levels import Topology
 from trainer.sync.state import SyncState
 from trainer.sync.wire import EXACT
+
+Pieces = dict[str, list[jax.Array]]
+"""By "residual" or "velocity": what is kept of each of the values that a codec is given."""
+
+
+class _Turn(NamedTuple):
+    """What an exchange has settled before its first bucket.
+
+    owners:  how many there are.
+    is_warm: whether the warm-up is over, a bool scalar that is the same everywhere.
+    key:     of this exchange's random numbers.
+    """
+
+    how: Compression
+    levels: Topology
+    owners: int
+    is_warm: jax.Array
+    key: jax.Array
+
+
+class _Done(NamedTuple):
+    """What came of a bucket. values: what was to be sent; memory: what is kept afterwards."""
+
+    exchanged: Exchanged
+    values: list[jax.Array]
+    memory: Pieces
+
+    def is_finite(self) -> jax.Array:
+        """Whether everything is, a bool scalar."""
+        pieces = [*self.exchanged.totals, *self.values, *jax.tree.leaves(self.memory)]
+        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(piece)) for piece in pieces]))
 
 
 def exchange(
@@ -28,103 +59,86 @@ def exchange(
         updates: a pytree of float32 contributions; the sums come as the list of its leaves.
         state: one owner's.
     """
+    check_state(how, updates, state, levels)
     values, structure = jax.tree.flatten(updates)
     shapes = [value.shape for value in values]
-    check_state(how, updates, state, levels)
     kept, states = opened(structure, state)
-    count, owners = state.shared["count"], (levels.slow if how.compress == "slow" else levels.flat).size
-    step_key = jax.random.fold_in(jax.random.key(how.seed), count)
-    sums, after, finite = list(values), {name: dict(blocks) for name, blocks in kept.items()}, []
-    numbered = [
-        (group, bucket)
-        for group in lanes.plan(shapes, how.codec, how.compress, bucket_bytes)
-        for bucket in group.buckets
-    ]
-    for number, (group, bucket) in enumerate(numbered):
-        lane = lanes.lane_of(group.codec, how.compress, levels, algorithm)
-        chosen, sizes = [values[index] for index in bucket], [shapes[index] for index in bucket]
-        memory = {name: lane.read([kept[name][i] for i in bucket], sizes) for name in how.kept(group)}
-        key = _key(step_key, number, lane, levels)
-        code_states = [states[index] for index in bucket]
-        done, memory, to_send = _exchange_bucket(
-            how, group.codec, lane, chosen, memory, code_states, key, count, owners
+    turn = _turn(how, levels, state)
+    sums, finite = list(values), []
+    after, next_states = {name: dict(blocks) for name, blocks in kept.items()}, dict(states)
+    groups = lanes.plan(shapes, how.codec, how.compress, bucket_bytes)
+    for number, (codec, owned, bucket) in enumerate((g.codec, g, b) for g in groups for b in g.buckets):
+        lane, chosen = lanes.lane_of(codec, how.compress, levels, algorithm), [shapes[index] for index in bucket]
+        blocks = {name: [kept[name][index] for index in bucket] for name in how.kept(owned)}
+        done = _exchange_bucket(
+            turn._replace(key=_key(turn, number, lane)),
+            codec,
+            lane,
+            lane.collect([values[index] for index in bucket]),
+            {name: lane.read(found, chosen) for name, found in blocks.items()},
+            [states[index] for index in bucket],
         )
-        finite += [jnp.all(jnp.isfinite(piece)) for piece in (*done.totals, *to_send, *jax.tree.leaves(memory))]
-        for name, pieces in memory.items():
-            blocks = lane.write(pieces, [kept[name][index] for index in bucket], sizes)
-            after[name].update(zip(bucket, blocks, strict=True))
-        for index, total in zip(bucket, lane.spread(done.totals, sizes), strict=True):
+        finite.append(done.is_finite())
+        for index, total in zip(bucket, lane.spread(done.exchanged.totals, chosen), strict=True):
             sums[index] = total
-        if group.codec.unit == "leaf":
-            states = states | dict(zip(bucket, done.states, strict=True))
+        for name, found in blocks.items():
+            after[name].update(zip(bucket, lane.write(done.memory[name], found, chosen), strict=True))
+        if codec.unit == "leaf":
+            next_states.update(zip(bucket, done.exchanged.states, strict=True))
     is_finite = _everywhere(finite, levels)
-    following = closed(structure, state, after, states, count + 1)
+    following = closed(structure, state, after, next_states)
     following = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), following, state)
     return [jnp.where(is_finite, total, jnp.nan) for total in sums], following
 
 
+def _turn(how: Compression, levels: Topology, state: SyncState) -> _Turn:
+    count, level = state.shared["count"], levels.slow if how.compress == "slow" else levels.flat
+    key = jax.random.fold_in(jax.random.key(how.seed), count)
+    return _Turn(how, levels, level.size, count >= how.warmup_steps, key)
+
+
+def _key(turn: _Turn, bucket: int, lane: Lane) -> jax.Array:
+    """One key for each bucket, the same on all members of its wire; each of a node's parts draws by itself."""
+    key = jax.random.fold_in(turn.key, bucket)
+    is_part = isinstance(lane, lanes.FlatLane) and lane.num_parts > 1
+    return jax.random.fold_in(key, turn.levels.fast.index()) if is_part else key
+
+
 def _exchange_bucket(
-    how: Compression,
-    codec: Codec,
-    lane: Lane,
-    leaves: Sequence[jax.Array],
-    memory: dict[str, list[jax.Array]],
-    states: list[Any],
-    key: jax.Array,
-    count: jax.Array,
-    owners: int,
-) -> tuple[Exchanged, dict[str, list[jax.Array]], list[jax.Array]]:
-    """What came of one bucket; its memory afterwards; and what was to be sent."""
-    values = lane.collect(leaves)
-    before = [Memory(**{name: pieces[position] for name, pieces in memory.items()}) for position in range(len(values))]
+    turn: _Turn, codec: Codec, lane: Lane, values: Sequence[jax.Array], memory: Pieces, states: list[Any]
+) -> _Done:
+    """Adds what was kept back, exchanges, and keeps what was not sent."""
+    before = [Memory(**{name: pieces[at] for name, pieces in memory.items()}) for at in range(len(values))]
     begun = [
-        error_feedback.accumulate(value, owned, owners, how.momentum)
+        error_feedback.accumulate(value, owned, turn.owners, turn.how.momentum)
         for value, owned in zip(values, before, strict=True)
     ]
-    to_send = [value for value, _ in begun]
-    warm = count >= how.warmup_steps
-    if codec.unit == "element":
-        states = [()] * len(to_send)
-    done = _coded(how, codec, to_send, states, key, lane.wire, warm)
-    is_forgotten = jnp.logical_and(codec.sparse, warm)
-    settled = [
-        error_feedback.settle(value, sent, owned._replace(velocity=velocity), owners, is_forgotten)
-        for (value, velocity), sent, owned in zip(begun, done.sent, before, strict=True)
+    values = [value for value, _ in begun]
+    exchanged = _coded(turn, codec, values, states if codec.unit == "leaf" else [()] * len(values), lane.wire)
+    is_forgotten = turn.is_warm if codec.sparse else False
+    after = [
+        error_feedback.settle(value, sent, owned._replace(velocity=velocity), turn.owners, is_forgotten)
+        for (value, velocity), sent, owned in zip(begun, exchanged.sent, before, strict=True)
     ]
-    return done, {name: [getattr(owned, name) for owned in settled] for name in memory}, to_send
+    return _Done(exchanged, values, {name: [getattr(owned, name) for owned in after] for name in memory})
 
 
-def _coded(
-    how: Compression,
-    codec: Codec,
-    values: list[jax.Array],
-    states: list[Any],
-    key: jax.Array,
-    wire: Wire,
-    warm: jax.Array,
-) -> Exchanged:
+def _coded(turn: _Turn, codec: Codec, values: list[jax.Array], states: list[Any], wire: Wire) -> Exchanged:
     """By the codec, once warm and where there is anybody to send to; otherwise exactly."""
-    if wire.size == 1:
-        return EXACT.exchange(values, states, key, wire)
-    if how.warmup_steps == 0 or codec is EXACT:
-        return codec.exchange(values, states, key, wire)
+    if wire.size == 1 or codec is EXACT:
+        return EXACT.exchange(values, states, turn.key, wire)
+    if turn.how.warmup_steps == 0:
+        return codec.exchange(values, states, turn.key, wire)
 
     def run(by: Codec) -> Any:
-        return lambda values, states: by.exchange(values, states, key, wire)
+        return lambda values, states: by.exchange(values, states, turn.key, wire)
 
-    return jax.lax.cond(warm, run(codec), run(EXACT), values, states)
-
-
-def _key(step_key: jax.Array, bucket: int, lane: Lane, levels: Topology) -> jax.Array:
-    """One key for each bucket, the same on all members of its wire; each of a node's parts draws by itself."""
-    key = jax.random.fold_in(step_key, bucket)
-    is_part = isinstance(lane, lanes.FlatLane) and lane.num_parts > 1
-    return jax.random.fold_in(key, levels.fast.index()) if is_part else key
+    return jax.lax.cond(turn.is_warm, run(codec), run(EXACT), values, states)
 
 
 def _everywhere(flags: Sequence[jax.Array], levels: Topology) -> jax.Array:
     """Whether all flags are set on all replicas."""
     if not flags:
         return jnp.bool_(True)
-    here = jnp.where(jnp.all(jnp.stack(list(flags))), 0, 1)
-    return (levels.flat.all_reduce(here) if levels.flat.size > 1 else here) == 0
+    failures = jnp.where(jnp.all(jnp.stack(list(flags))), 0, 1)
+    return (levels.flat.all_reduce(failures) if levels.flat.size > 1 else failures) == 0

@@ -1,7 +1,7 @@
 """What is compressed and how: the arguments of ``all_reduce`` that concern the codec, and the state that they need."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from trainer.errors import SettingsRefused
 from trainer.sync import codecs, lanes, shards
-from trainer.sync.choice import BUCKET_MIB
+from trainer.sync.buckets import BUCKET_MIB, Shape
 from trainer.sync.codecs.base import Codec
 from trainer.sync.collectives import ACROSS
 from trainer.sync.lanes import Compress, Group
@@ -21,8 +21,8 @@ ALGORITHMS: Mapping[Compress, tuple[str, ...]] = {
     "slow": ("auto", "hierarchical"),
     "all": ("auto", *ACROSS),
 }
-"""Which algorithms go with which ``compress``: across nodes only a hierarchical exchange can compress, everywhere only a
-flat one; "central" is not here, for it is there to be measured against."""
+"""Which algorithms go with which ``compress``: only a hierarchical exchange can compress across nodes alone, and only a
+flat one everywhere; "central" is not among them, for it is there to be measured against."""
 
 
 class Compression(NamedTuple):
@@ -61,20 +61,31 @@ def initial(how: Compression, params: Any, num_owners: int) -> SyncState:
     leaves, structure = jax.tree.flatten(params)
     shapes = [leaf.shape for leaf in leaves]
     groups = lanes.plan(shapes, how.codec, how.compress, 0)
-    fields: dict[str, Any] = {}
-    for name in ("residual", "velocity"):
-        for field in OWNED:
-            rows: list[Any] = [()] * len(leaves)
-            for group in groups:
-                if group.owned == field and name in how.kept(group):
-                    for index in indices_of(group):
-                        rows[index] = jnp.zeros((num_owners, *shapes[index]), jnp.float32)
-            if jax.tree.leaves(rows):
-                fields[field] = {**fields.get(field, {}), name: structure.unflatten(rows)}
-    coded = {index for group in groups if group.codec.unit == "leaf" for index in indices_of(group)}
-    states = structure.unflatten([how.codec.init(shape) if i in coded else () for i, shape in enumerate(shapes)])
-    codec = states if jax.tree.leaves(states) else ()
-    return SyncState(**fields, shared={"count": jnp.zeros((), jnp.int32), "codec": codec})
+
+    def tree(of: Callable[[Group, Shape], Any]) -> Any:
+        found = {index: of(group, shapes[index]) for group in groups for index in indices_of(group)}
+        return structure.unflatten([found.get(index, ()) for index in range(len(leaves))])
+
+    def kept(field: str, name: str) -> Any:
+        def rows(group: Group, shape: Shape) -> Any:
+            is_kept = group.owned == field and name in how.kept(group)
+            return jnp.zeros((num_owners, *shape), jnp.float32) if is_kept else ()
+
+        return tree(rows)
+
+    def state(group: Group, shape: Shape) -> Any:
+        return group.codec.init(shape) if group.codec.unit == "leaf" else ()
+
+    fields = {field: _with_leaves({name: kept(field, name) for name in ("residual", "velocity")}) for field in OWNED}
+    codec = _with_leaves({"codec": tree(state)}).get("codec", ())
+    return SyncState(
+        **{field: found or () for field, found in fields.items()},
+        shared={"count": jnp.zeros((), jnp.int32), "codec": codec},
+    )
+
+
+def _with_leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
 
 
 def choose(
@@ -138,8 +149,8 @@ def opened(structure: Any, state: SyncState) -> tuple[Kept, dict[int, Any]]:
     return kept, dict(enumerate(states))
 
 
-def closed(structure: Any, like: SyncState, kept: Kept, states: dict[int, Any], count: jax.Array) -> SyncState:
-    """Undoes ``opened``, into a state built as ``like``."""
+def closed(structure: Any, like: SyncState, kept: Kept, states: dict[int, Any]) -> SyncState:
+    """Undoes ``opened``: the state that follows on ``like``, one update later."""
     fields: dict[str, Any] = {}
     for field in OWNED:
         found = getattr(like, field)
@@ -152,7 +163,7 @@ def closed(structure: Any, like: SyncState, kept: Kept, states: dict[int, Any], 
             fields[field][name] = structure.unflatten(new)
     codec = like.shared["codec"]
     codec = structure.unflatten([states[i] for i in range(len(states))]) if jax.tree.leaves(codec) else codec
-    return SyncState(**fields, shared={"count": count, "codec": codec})
+    return SyncState(**fields, shared={"count": like.shared["count"] + 1, "codec": codec})
 
 
 def check_state(how: Compression, updates: Any, state: Any, levels: Topology) -> None:

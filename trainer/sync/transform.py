@@ -201,8 +201,8 @@ def _owners_here(settings: _Settings, how: Compression, mesh: Mesh | None) -> in
     except NameError:
         if mesh is None:
             raise SettingsRefused(
-                "without a mesh, the exchange's init cannot know how many owners of residuals there are: call it inside "
-                "the jax.pmap or jax.shard_map, or give all_reduce the mesh"
+                "without a mesh, the exchange's init cannot know how many owners of residuals there are: call it "
+                "inside the jax.pmap or jax.shard_map, or give all_reduce the mesh"
             ) from None
     sizes = _sizes_in(mesh, settings.axes)
     return divide(sizes, settings.devices_per_node)[0] if how.compress == "slow" else math.prod(sizes)

@@ -1,0 +1,58 @@
+"""The rounds of an exchange with a codec, whose messages are learned by tracing it."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from trainer.sync import lanes, ring, shards
+from trainer.sync.buckets import Shape
+from trainer.sync.compression import Compression
+from trainer.sync.lanes import Group
+from trainer.sync.rounds import Groups, Round, everybody, flat_rounds, groups_of, in_groups, within
+from trainer.sync.wire import Message, record
+
+
+def coded_rounds(
+    how: Compression, shapes: Sequence[Shape], groups: Sequence[Group], num_nodes: int, local: int, summing: str
+) -> Iterator[Round]:
+    """The messages of an exchange with a codec, bucket by bucket, and those that agree on whether all is finite."""
+    if num_nodes * local == 1:
+        return
+    nodes, columns = groups_of(num_nodes, local)
+    flat = [list(range(num_nodes * local))]
+    is_slow = how.compress == "slow"
+    size, num_parts, members = (num_nodes, local, columns) if is_slow else (num_nodes * local, 1, flat)
+    for group in groups:
+        for bucket in group.buckets:
+            chosen = [shapes[index] for index in bucket]
+            pieces = lanes.pieces(group.codec, chosen, num_parts)
+            is_flat, piece_bytes = group.codec.unit == "element", 4 * sum(math.prod(piece) for piece in pieces)
+            if num_parts > 1 and is_flat:
+                yield Round(in_groups(everybody(local), nodes), piece_bytes)
+            elif num_parts > 1:
+                yield Round(in_groups(ring.neighbours(local), nodes), piece_bytes / local, 2 * (local - 1))
+            shared_by = 1 if is_flat else num_parts
+            for message in record(group.codec, pieces, size) if size > 1 else []:
+                yield from _message_rounds(message, size, summing, members, shared_by, nodes)
+            if num_parts > 1 and is_flat:
+                uncut = [shape for shape in chosen if shards.cut_dim(shape, local) is None]
+                whole = 4 * sum(shards.row_size(shape, local) for shape in uncut)  # what is kept of these, put together
+                for num_bytes in (piece_bytes, *[whole] * len(how.kept(group))):
+                    yield Round(in_groups(ring.neighbours(local), nodes), num_bytes, local - 1)
+    yield from flat_rounds("xla", 1, num_nodes * local)
+
+
+def _message_rounds(
+    message: Message, size: int, summing: str, members: Groups, shared_by: int, nodes: Groups
+) -> Iterator[Round]:
+    """One message of each member; where the devices of a node share it, with what they then gather."""
+    words = 4 if message.kind == "sum" else 1
+    part = math.ceil(message.num_bytes / words / shared_by)
+    if message.kind == "sum":
+        yield from within(members, flat_rounds(summing, part, size))
+    elif message.kind == "gather":
+        yield Round(in_groups(ring.neighbours(size), members), part, size - 1)
+    else:
+        yield Round(in_groups(everybody(size), members), part)
+    if shared_by > 1:
+        gathered = words * part * (1 if message.kind == "sum" else size)
+        yield Round(in_groups(ring.neighbours(shared_by), nodes), gathered, shared_by - 1)
