@@ -5,10 +5,12 @@ import re
 import jax
 import numpy as np
 import pytest
+from compressed import CODECS, Loop
 from exchanges import mesh_of, program
 
 from trainer import sync
 from trainer.sync import tree
+from trainer.sync.compression import choose
 
 SHAPES = {"a": (1000,), "b": (3,), "c": (0,), "d": (13, 7), "e": ()}
 BUCKET_MIB = 1024 / 2**20
@@ -17,10 +19,11 @@ OPERATION = re.compile(
 )
 
 
-def elements(type_text):
-    """The number of float32 elements in an HLO type, or in all of a tuple of types."""
-    sizes = [dims.split(",") if dims else [] for dims in re.findall(r"f32\[([\d,]*)\]", type_text)]
-    return sum(int(np.prod([int(dim) for dim in dims])) for dims in sizes)
+def bytes_of(type_text):
+    """The size of an HLO type, or of all in a tuple of types."""
+    widths = {"f32": 4, "s32": 4, "u8": 1}
+    found = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
+    return sum(widths[dtype] * int(np.prod([int(dim) for dim in dims.split(",") if dim])) for dtype, dims in found)
 
 
 def groups_in(rest, total):
@@ -41,7 +44,7 @@ def groups_in(rest, total):
 def sends(text, total):
     """(sender, receiver, bytes) of every message in a compiled program; all-reduce and all-gather as rings."""
     for found in OPERATION.finditer(re.sub(r"/\*.*?\*/", "", text)):
-        num_bytes, rest = 4 * elements(found["type"]), found["rest"]
+        num_bytes, rest = bytes_of(found["type"]), found["rest"]
         if found["name"] == "collective-permute":
             pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", rest)
             assert pairs, rest
@@ -92,6 +95,24 @@ def test_it_counts_what_the_compiled_program_sends(monkeypatch, way, nodes, loca
     np.testing.assert_allclose([counted.fast.wire_bytes, counted.slow.wire_bytes], num_bytes, rtol=1e-12)
     if "xla" not in way:  # XLA merges the buckets' sums, which saves messages but no bytes
         np.testing.assert_array_equal([counted.fast.messages, counted.slow.messages], messages)
+
+
+@pytest.mark.parametrize("compress", ["slow", "all"])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (3, 2)])
+def test_it_counts_what_a_codec_sends(name, compress, nodes, local):
+    shapes = {"a": (1000,), "b": (3,), "d": (13, 7), "e": ()}
+    mesh = mesh_of(nodes, local)
+    how = {"compress": compress, "error_feedback": True}
+    transform = sync.all_reduce(mesh, codec=CODECS[name](), bucket_mib=BUCKET_MIB, **how)
+    loop = Loop(mesh, transform, shapes)
+    tree_ = {key: jax.ShapeDtypeStruct((nodes * local, *shape), np.float32) for key, shape in shapes.items()}
+    _, num_bytes = measured(loop.step.lower(tree_, loop.state).compile().as_text(), nodes, local)
+
+    gradient = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+    ways = {"algorithm": "auto", "across": "auto", "bucket_mib": BUCKET_MIB}
+    counted = sync.traffic(gradient, nodes, local, **ways, compression=choose(CODECS[name](), {}, **how))
+    np.testing.assert_allclose([counted.fast.wire_bytes, counted.slow.wire_bytes], num_bytes, rtol=1e-12)
 
 
 def vector(length):
