@@ -126,6 +126,13 @@ def exchange_of(
         reduce="sum",
         profile=profile,
         num_hosts=num_hosts,
+        codec=config.sync.codec,
+        codec_args=config.sync.args,
+        compress=config.sync.compress,
+        error_feedback=config.sync.error_feedback and config.sync.codec != "none",
+        warmup_steps=config.sync.warmup_steps,
+        momentum_correction=config.sync.momentum_correction,
+        seed=config.run.seed,
     )
 
 

@@ -37,6 +37,8 @@ SourceName = Literal["digits", "text", "npz", "tokens", "images", "arrayrecord",
 """The data sources that need no import path; ``typing.get_args`` lists them."""
 OptimizerName = Literal["sgd", "adamw", "lamb", "lion"]
 """The optimizers that need no import path; ``typing.get_args`` lists them."""
+CodecName = Literal["none", "bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd"]
+"""How contributions are written on the wire; the rows of ``trainer.sync.codecs.CODECS``, and none."""
 
 
 def _freeze(value: Any) -> Any:
@@ -246,11 +248,41 @@ class Sync(Settings):
     profile: str = ""
     """The measured links that auto chooses by and the banner predicts from: a file written by 'lockstep bench sync
     --profile', found from the current directory; empty: none."""
+    codec: CodecName = "none"
+    """How contributions are written on the wire; none: in float32."""
+    compress: Literal["slow", "all"] = "slow"
+    """Where the codec is used: across nodes only, or everywhere."""
+    error_feedback: bool = True
+    """Whether what a codec dropped is added to the next contribution; read where there is a codec."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates that are exchanged exactly before the codec is used."""
+    momentum_correction: Fraction = 0.0
+    """Momentum applied before the codec, in place of the optimizer's; it needs error_feedback."""
+    args: Args = Field(default_factory=dict)
+    """Keywords of the codec: rank, ratio, block_size, rounding."""
 
     @model_validator(mode="after")
     def _across_is_read(self) -> "Sync":
         if self.across != "auto" and self.algorithm not in ("auto", "hierarchical"):
             _refuse([f'across: the algorithm "{self.algorithm}" would ignore it; it is for "hierarchical"'])
+        return self
+
+    @model_validator(mode="after")
+    def _codec_is_read(self) -> "Sync":
+        if self.codec == "none":
+            of_codecs = ("compress", "error_feedback", "warmup_steps", "momentum_correction", "args")
+            fresh = type(self).model_construct()
+            is_set = [key for key in of_codecs if getattr(self, key) != getattr(fresh, key)]
+            _refuse([f'{key}: the codec "none" would ignore it; choose a codec, or leave it out' for key in is_set])
+            return self
+        allowed = ("auto", "hierarchical") if self.compress == "slow" else ("auto", "xla", "ring", "tree")
+        if self.algorithm not in allowed:
+            names = ", ".join(f'"{name}"' for name in allowed)
+            _refuse([f'algorithm: with a codec and compress = "{self.compress}" it is one of {names}'])
+        if self.across != "auto" and self.compress == "all":
+            _refuse(['across: compress = "all" would ignore it; leave it out'])
+        if self.momentum_correction and not self.error_feedback:
+            _refuse(["momentum_correction: it needs error_feedback = true"])
         return self
 
 
@@ -330,6 +362,12 @@ class Config(Settings):
             nearest = _multiples(batch, virtual)
             problems.append(
                 f"data.global_batch: must be a multiple of mesh.virtual_replicas = {virtual}, such as {nearest}"
+            )
+        has_momentum = self.optimizer.momentum > 0 or (self.optimizer.name in _ADAM_LIKE and self.optimizer.beta1 > 0)
+        if self.sync.momentum_correction and has_momentum:
+            problems.append(
+                f"sync.momentum_correction: {self.optimizer.name} has a momentum of its own, and both would be "
+                "applied; set that to 0, or leave this out"
             )
         problems += [
             f"debug.faults[{index}].step: never comes; the run ends after run.num_steps = {steps}"

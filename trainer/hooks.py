@@ -125,6 +125,7 @@ class Recorder:
         ranks: np.ndarray,
         is_due: Callable[[int], bool],
         constant: Callable[[int], Row],
+        wire_bytes: Callable[[int], Row] = lambda num_updates: {},
     ) -> None:
         """
         Args:
@@ -134,9 +135,10 @@ class Recorder:
             ranks: the process of each replica.
             is_due: whether the row of a step is wanted.
             constant: what is known of a step without running it (its epoch and attempt).
+            wire_bytes: what an exchange after so many updates sends.
         """
         self._writer, self._display, self._optimizer = writer, display, optimizer
-        self._ranks, self._is_due, self._constant = ranks, is_due, constant
+        self._ranks, self._is_due, self._constant, self._wire_bytes = ranks, is_due, constant, wire_bytes
         self._pending: tuple[int, PackedReport, Row] | None = None
         self.pace = Pace()
         self.last_row: Row = {}
@@ -180,6 +182,7 @@ class Recorder:
             "step_seconds": step_seconds,
             "examples_per_second": examples_per_second,
             "num_contributions": self._ranks.size if report.applied else 0,
+            **self._wire_bytes(int(report.num_updates) - int(report.applied)),
             **notes,
         }
         if report.example_ids is not None:

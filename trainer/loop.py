@@ -24,7 +24,8 @@ from trainer.metrics import MetricsWriter, Row
 from trainer.rundir import RunDir
 from trainer.state import TrainState
 from trainer.step import train_program
-from trainer.story import facts, summary
+from trainer.story import facts, summary, warnings, wire_bytes
+from trainer.sync import num_owners, residual_norm
 
 Batch = dict[str, jax.Array]
 Program = Callable[[TrainState, Batch], Any]
@@ -49,6 +50,8 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         checkpoints = Checkpoints(checkpoint_directory(config, run_dir), keep=config.checkpoint.keep)
 
         display.banner(facts(pieces, run_dir, attempt, checkpoints.latest()))
+        for text in warnings(pieces):
+            display.warning(text)
         program = compile_step(pieces, display)
         state = starting_state(pieces, checkpoints, is_new)
         start = int(state.step)
@@ -60,6 +63,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         evaluations: list[Row] = []
         hooks = (
             Every(config.debug.digest_every, digesting(recorder), at_end=False),
+            Every(config.observe.log_every_steps, measuring_residuals(pieces, recorder)),
             Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt)),
             Every(config.run.eval_every_steps, evaluating(evaluator, recorder, writer, display, attempt, evaluations)),
         )
@@ -169,6 +173,7 @@ def make_recorder(
         ranks=np.array([meshes.rank_of_replica(pieces.mesh, replica) for replica in range(pieces.mesh.size)]),
         is_due=is_due,
         constant=lambda step: {"epoch": loader.epoch(step), "attempt": attempt},
+        wire_bytes=wire_bytes(pieces),
     )
 
 
@@ -180,6 +185,14 @@ def digesting(recorder: Recorder) -> Hook:
             recorder.annotate(param_digest=digest.agreed_digest(moment.state.params, moment.step))
 
     return hook
+
+
+def measuring_residuals(pieces: Assembly, recorder: Recorder) -> Hook:
+    """A hook that adds to the step's row how much the exchange has kept back, where it keeps anything."""
+    if num_owners(pieces.shapes.sync) is None:
+        return lambda moment: None
+    norm = jax.jit(residual_norm)
+    return lambda moment: recorder.annotate(residual_norm=norm(moment.state.sync))
 
 
 def refuse_non_finite(params: Any, step: int) -> None:

@@ -66,10 +66,10 @@ def create(parts: Parts, key: jax.Array) -> TrainState:
     )
 
 
-def specs(state: TrainState) -> TrainState:
+def specs(state: TrainState, mesh: Mesh) -> TrainState:
     """The partition spec of each leaf: replicated, but for the state of the exchange, which knows its own."""
     replicated = jax.tree.map(lambda _: PartitionSpec(), state)
-    return replicated._replace(sync=state_specs(state.sync))
+    return replicated._replace(sync=state_specs(state.sync, mesh=mesh))
 
 
 def abstract(parts: Parts, mesh: Mesh) -> TrainState:
@@ -79,7 +79,7 @@ def abstract(parts: Parts, mesh: Mesh) -> TrainState:
     def with_sharding(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(with_sharding, shapes, specs(shapes))
+    return jax.tree.map(with_sharding, shapes, specs(shapes, mesh))
 
 
 def create_on_mesh(parts: Parts, mesh: Mesh, seed: int) -> TrainState:
@@ -88,5 +88,9 @@ def create_on_mesh(parts: Parts, mesh: Mesh, seed: int) -> TrainState:
     It is computed on one device and copied, since a program for several devices may round differently: the initial
     parameters are the same for every number of devices.
     """
-    fresh = jax.jit(lambda: create(parts, jax.random.key(seed)))()
-    return meshes.place_replicated(mesh, fresh)
+    fresh = jax.jit(lambda: create(parts._replace(sync=optax.identity()), jax.random.key(seed)))()
+    # What the exchange keeps for each owner would not fit on one device; and it starts with nothing.
+    shapes = abstract(parts, mesh)
+    trainable, shardings = trainable_part(parts, shapes.params), jax.tree.map(lambda leaf: leaf.sharding, shapes.sync)
+    sync = jax.jit(lambda: parts.sync.init(trainable), out_shardings=shardings)()
+    return meshes.place_replicated(mesh, fresh)._replace(sync=sync)

@@ -267,7 +267,7 @@ def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: Tra
     Args:
         state: the state, or its shapes. The batch is sharded by replica.
     """
-    state_specs = specs(state)
+    state_specs = specs(state, work.mesh)
 
     def body(state: TrainState, batch: Batch) -> tuple[TrainState, PackedReport]:
         return _step(parts, work, schedule, state, dict(batch))

@@ -1,7 +1,7 @@
 """What the banner and the closing summary say of a run, gathered from its pieces."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -12,7 +12,9 @@ from trainer.display import Facts, Summary
 from trainer.hooks import Recorder
 from trainer.metrics import Row
 from trainer.rundir import RunDir
-from trainer.sync import choose, payload_bytes
+from trainer.sync import Choice, Compression, choose, payload_bytes, traffic
+from trainer.sync.codecs import build
+from trainer.sync.wire import EXACT
 
 
 def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | None) -> Facts:
@@ -22,14 +24,6 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
     num_virtual_replicas = pieces.work.num_virtual_replicas
     device = mesh.devices.flat[0]
     gradient = states.trainable_part(pieces.parts, pieces.shapes.params)
-    choice = choose(
-        gradient,
-        pieces.links,
-        algorithm=config.sync.algorithm,
-        across=config.sync.across,
-        bucket_mib=config.sync.bucket_mib,
-        profile=pieces.profile,
-    )
     return Facts(
         name=config.run.name,
         model=config.task.target,
@@ -44,7 +38,7 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
         num_nodes=mesh.shape["node"],
         devices_per_node=mesh.shape["local"],
         num_processes=num_processes,
-        algorithm=choice.reason,
+        algorithm=_exchange(pieces),
         exchanged_bytes=payload_bytes(gradient),
         num_steps=config.run.num_steps,
         num_epochs=config.run.num_steps / pieces.loader.batches_per_epoch,
@@ -54,6 +48,80 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
         attempt=attempt,
         resumed_step=resumed_step,
     )
+
+
+def warnings(pieces: Assembly) -> list[str]:
+    """What is set but will do nothing."""
+    settings, nodes = pieces.config.sync, pieces.mesh.shape["node"]
+    if settings.codec != "none" and settings.compress == "slow" and nodes == 1:
+        return [
+            f"sync.codec = {settings.codec!r} does nothing, since with mesh.nodes = 1 there is no slow link: the "
+            "exchange is exact; sync.compress = 'all' compresses within the node"
+        ]
+    return []
+
+
+def wire_bytes(pieces: Assembly) -> Callable[[int], Row]:
+    """From the number of updates before a step to what its exchange sends, per device."""
+    gradient, mesh, settings = (
+        states.trainable_part(pieces.parts, pieces.shapes.params),
+        pieces.mesh,
+        pieces.config.sync,
+    )
+    choice, codec = _choice(pieces), _compression(pieces)
+
+    def row(compression: Compression | None) -> Row:
+        ways = choice._asdict() if compression is None else settings.model_dump()
+        counted = traffic(
+            gradient,
+            mesh.shape["node"],
+            mesh.shape["local"],
+            algorithm=ways["algorithm"],
+            across=ways["across"],
+            bucket_mib=ways["bucket_mib"],
+            compression=compression,
+        )
+        return {"wire_bytes_fast": counted.wire_bytes_fast, "wire_bytes_slow": counted.wire_bytes_slow}
+
+    after = row(codec)
+    warming = row(codec._replace(codec=EXACT)) if codec is not None and codec.warmup_steps else after
+    return lambda num_updates: warming if num_updates < settings.warmup_steps else after
+
+
+def _compression(pieces: Assembly) -> Compression | None:
+    settings = pieces.config.sync
+    if settings.codec == "none":
+        return None
+    return Compression(
+        build(settings.codec, settings.args),
+        settings.compress,
+        settings.error_feedback,
+        settings.warmup_steps,
+        settings.momentum_correction,
+    )
+
+
+def _choice(pieces: Assembly) -> Choice:
+    settings = pieces.config.sync
+    return choose(
+        states.trainable_part(pieces.parts, pieces.shapes.params),
+        pieces.links,
+        algorithm=settings.algorithm,
+        across=settings.across,
+        bucket_mib=settings.bucket_mib,
+        profile=pieces.profile,
+    )
+
+
+def _exchange(pieces: Assembly) -> str:
+    """How contributions are exchanged, in words."""
+    settings = pieces.config.sync
+    if settings.codec == "none":
+        return _choice(pieces).reason
+    where = "across nodes, exact within them" if settings.compress == "slow" else "everywhere"
+    feedback = "with" if settings.error_feedback else "without"
+    warmup = f", after {settings.warmup_steps:,} exact updates" if settings.warmup_steps else ""
+    return f"{settings.codec} {where}, {feedback} error feedback{warmup}"
 
 
 def summary(

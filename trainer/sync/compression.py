@@ -29,11 +29,11 @@ class Compression(NamedTuple):
     """What is compressed and how; see ``all_reduce`` for the fields."""
 
     codec: Codec
-    compress: Compress
-    error_feedback: bool
-    warmup_steps: int
-    momentum: float
-    seed: int
+    compress: Compress = "slow"
+    error_feedback: bool = False
+    warmup_steps: int = 0
+    momentum: float = 0.0
+    seed: int = 0
 
     def bucket_bytes(self, bucket_mib: float | str) -> float:
         """Leaves are exchanged together up to this size; codecs for whole leaves send small messages, best together."""

@@ -30,8 +30,8 @@ def accumulate(
     """What is to be sent now, and the next velocity.
 
     >>> memory = Memory(residual=jnp.array(2.0), velocity=jnp.array(4.0))
-    >>> accumulate(jnp.array(1.0), memory, num_owners=2, momentum=0.5)
-    (Array(3., dtype=float32), Array(4., dtype=float32))
+    >>> [float(part) for part in accumulate(jnp.array(1.0), memory, num_owners=2, momentum=0.5)]
+    [3.0, 4.0]
     """
     residual, velocity = memory
     if velocity is not None:

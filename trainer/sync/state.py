@@ -97,6 +97,51 @@ def resize(state: Any, num_owners: int) -> Any:
     return map_owned(leaf, state)
 
 
+def from_pmap(state: Any, devices_per_node: int = 1) -> Any:
+    """``state`` as ``init`` makes it outside, from one that a ``pmap`` returned; to be saved or resized.
+
+    Of what is the same on all replicas, the first one's is taken; of what is kept by owners, each owner's.
+
+    Args:
+        state: any pytree with a leading dim of replicas; ``SyncState`` may be anywhere in it.
+        devices_per_node: as ``all_reduce`` was given it.
+
+    >>> state = SyncState(by_node={"w": jnp.array([[[1.0]], [[1.0]], [[3.0]], [[3.0]]])}, shared={"count": jnp.ones(4)})
+    >>> one = from_pmap(state, devices_per_node=2)
+    >>> one.by_node["w"].tolist(), one.shared["count"].tolist(), to_pmap(one, 4).by_node["w"].shape
+    ([[1.0], [3.0]], 1.0, (4, 1, 1))
+    """
+
+    def first(leaf: Any) -> Any:
+        return leaf[0]
+
+    def of(found: SyncState) -> SyncState:
+        return SyncState(
+            by_node=jax.tree.map(lambda leaf: leaf[::devices_per_node, 0], found.by_node),
+            by_shard=jax.tree.map(lambda leaf: leaf[::devices_per_node, 0], found.by_shard),
+            by_replica=jax.tree.map(lambda leaf: leaf[:, 0], found.by_replica),
+            shared=jax.tree.map(first, found.shared),
+        )
+
+    return _map(of, first, state)
+
+
+def to_pmap(state: Any, num_replicas: int) -> Any:
+    """Undoes ``from_pmap``: every replica's own, with a leading dim of replicas, as a ``pmap`` takes it."""
+
+    def repeated(leaf: Any) -> Any:
+        return jnp.broadcast_to(leaf, (num_replicas, *jnp.shape(leaf)))
+
+    def own(leaf: Any) -> Any:
+        return jnp.repeat(leaf, num_replicas // leaf.shape[0], axis=0)[:, None]
+
+    def of(found: SyncState) -> SyncState:
+        owned = {field: jax.tree.map(own, getattr(found, field)) for field in OWNED}
+        return SyncState(**owned, shared=jax.tree.map(repeated, found.shared))
+
+    return _map(of, repeated, state)
+
+
 def num_owners(state: Any) -> int | None:
     """How many owners the residuals in ``state`` have, as ``init`` returns it outside; None if nothing is kept."""
     for found in _find(state):
