@@ -179,3 +179,98 @@ def test_the_pmap_loop_trains_as_before_and_resumes_on_another_number_of_nodes(t
     resumed = run_pmap(exchanging_pmap_loop, range(STEPS, 2 * STEPS), num_devices=4, state=state)
     assert_close(resumed.params, whole.params)
     assert int(resumed.step) == 2 * STEPS
+
+
+# The same two loops again, now with a codec: int8 with error feedback, whose residuals are the nodes' own.
+def compressing_shard_map_loop(mesh):
+    optimizer = optax.chain(sync.all_reduce(mesh, codec="int8", error_feedback=True), optax.adamw(1e-2))
+
+    def step(params, opt_state, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    rows, specs = PartitionSpec(("node", "local")), PartitionSpec()
+    state = sync.state_specs(jax.eval_shape(optimizer.init, fresh_params()), mesh=mesh)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, state, rows, rows), out_specs=(specs, state), check_vma=False
+    )
+    return optimizer, jax.jit(mapped)
+
+
+def compressing_pmap_loop():
+    exchange = sync.all_reduce(axes="batch", devices_per_node=4, codec="int8", error_feedback=True)
+    optimizer = optax.chain(exchange, optax.adamw(1e-2))
+
+    def train_step(state, x, y):
+        grads = jax.grad(loss_of)(state.params, x, y)
+        return state.apply_gradients(grads=grads)
+
+    return optimizer, jax.pmap(train_step, axis_name="batch")
+
+
+def fresh_state_in_pmap(optimizer, devices):
+    """As flax's examples make it, but inside the pmap: every replica's own."""
+
+    def create(params):
+        return train_state.TrainState.create(apply_fn=Model().apply, params=params, tx=optimizer)
+
+    return jax.pmap(create, axis_name="batch", devices=devices)(jax_utils.replicate(fresh_params(), devices))
+
+
+def restored(path, saved):
+    """What plain orbax saved at ``path``, read back in the shapes it was saved in."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(
+            path, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+        )
+
+
+def assert_close_to_exact(ours, plain):
+    # Measured: 2e-3 on parameters near 1, moved by about 0.06 in six steps of 1e-2.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-2), ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("exchanging", "compressing"),
+    [(plain_shard_map_loop, compressing_shard_map_loop), (plain_pmap_loop, compressing_pmap_loop)],
+)
+def test_a_loop_changes_in_at_most_three_more_lines_to_compress(exchanging, compressing):
+    test_a_loop_changes_in_at_most_three_lines(exchanging, compressing)
+
+
+def test_the_compressing_shard_map_loop_is_saved_resumed_and_resized(tmp_path):
+    """Three steps, plain orbax, three more: bit for bit on the same mesh, and close to exact on half the nodes."""
+    whole = run_shard_map(compressing_shard_map_loop, mesh_of(4, 2), range(2 * STEPS))
+    first = run_shard_map(compressing_shard_map_loop, mesh_of(4, 2), range(STEPS))
+    params, opt_state = restored(tmp_path / "checkpoint", jax.device_get(first))
+    again = run_shard_map(compressing_shard_map_loop, mesh_of(4, 2), range(STEPS, 2 * STEPS), params, opt_state)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    plain, _ = run_shard_map(plain_shard_map_loop, mesh_of(1, 1), range(2 * STEPS))
+    half = sync.resize(opt_state, num_owners=2)
+    resized, _ = run_shard_map(compressing_shard_map_loop, mesh_of(2, 2), range(STEPS, 2 * STEPS), params, half)
+    for ours in (whole[0], resized):
+        assert_close_to_exact(ours, plain)
+
+
+def test_the_compressing_pmap_loop_is_saved_resumed_and_resized(tmp_path):
+    def run(state, step, steps, num_devices):
+        for number in steps:
+            state = step(state, *(rows.reshape(num_devices, -1, rows.shape[-1]) for rows in data(number)))
+        return state
+
+    optimizer, step = compressing_pmap_loop()
+    state = run(fresh_state_in_pmap(optimizer, jax.devices()), step, range(STEPS), 8)
+    whole = run(state, step, range(STEPS, 2 * STEPS), 8)
+    saved = jax.device_get(sync.from_pmap({"opt_state": state.opt_state, "params": state.params}, devices_per_node=4))
+    back = restored(tmp_path / "checkpoint", saved)
+    plain = run_pmap(plain_pmap_loop, range(2 * STEPS))
+    for nodes in (2, 1):
+        tree = sync.to_pmap(sync.resize(back, nodes), 4 * nodes)
+        fresh = fresh_state_in_pmap(optimizer, jax.devices()[: 4 * nodes])
+        again = run(fresh.replace(**tree), step, range(STEPS, 2 * STEPS), 4 * nodes)
+        assert_close_to_exact(jax_utils.unreplicate(again).params, plain.params)
+        if nodes == 2:
+            jax.tree.map(np.testing.assert_array_equal, again.opt_state, whole.opt_state)

@@ -1,5 +1,6 @@
 """Tasks that are small enough to be worked through by hand, and states and steps made of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +89,20 @@ class Runner:
     """A train program on a mesh, with its state."""
 
     def __init__(
-        self, task: Any, mesh: Mesh, settings: Optimizer, *, num_virtual_replicas: int | None = None, seed: int = 0
+        self,
+        task: Any,
+        mesh: Mesh,
+        settings: Optimizer,
+        *,
+        num_virtual_replicas: int | None = None,
+        seed: int = 0,
+        exchange: Mapping[str, Any] | None = None,
     ) -> None:
         self.mesh, self.num_traces = mesh, 0
         shapes = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
         trainable = optimizers.trainable_mask(shapes, settings.frozen)
         chain: optax.GradientTransformation = optimizers.build(settings, 100, optimizers.split(shapes, trainable)[0])
-        self.parts = Parts(task, chain, sync.all_reduce(mesh, reduce="sum"), trainable)
+        self.parts = Parts(task, chain, sync.all_reduce(mesh, reduce="sum", **(exchange or {})), trainable)
         self.state: TrainState = create_on_mesh(self.parts, mesh, seed)
         work = Work(mesh, num_virtual_replicas or mesh.size, seed)
         schedule = optimizers.schedule(settings, 100)

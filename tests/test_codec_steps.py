@@ -1,0 +1,91 @@
+"""The train step with every codec: accumulation, uneven batches, the skip policy, clipping, bfloat16."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import Perceptron, Runner, mesh_of, rows
+
+from trainer import sync
+from trainer.config import Optimizer
+
+ARGS = {"topk": {"ratio": 0.25}, "randomk": {"ratio": 0.25}, "powersgd": {"rank": 1}}
+SGD = Optimizer(name="sgd", learning_rate=1.0, non_finite="skip")
+
+
+class Half(Perceptron):
+    """Computes in bfloat16; its parameters are float32."""
+
+    def _errors(self, params, x, y):
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
+        return super()._errors(*narrow).astype(jnp.float32)
+
+
+def exchange_of(codec, **changes) -> dict[str, Any]:
+    return {"codec": codec, "codec_args": ARGS.get(codec, {}), "error_feedback": True, **changes}
+
+
+def uneven():
+    """96 rows, of which two of the eight virtual replicas have none."""
+    batch = rows(96)
+    batch["weight"][5:40] = 0
+    return batch
+
+
+def gradient_of(task, params, batch):
+    weight = batch["weight"].sum()
+    return jax.grad(lambda p: task.loss(p, {}, batch, key=jax.random.key(0), axes=())[0] / weight)(params)
+
+
+@pytest.mark.parametrize("codec", sync.CODECS)
+@pytest.mark.parametrize("task", [Perceptron(), Half()], ids=["float32", "bfloat16"])
+def test_an_update_and_what_it_kept_are_the_gradient_of_the_union_batch(codec, task):
+    if isinstance(task, Half) and codec not in ("int8", "powersgd"):
+        return  # what codecs get is float32 either way
+    run = Runner(task, mesh_of(2, 2), SGD, num_virtual_replicas=8, exchange=exchange_of(codec))
+    before, batch = run.params, uneven()
+    expected = gradient_of(task, before, batch)
+    report = run.step(batch)
+    residual = {"hidden": {}, "out": {}}
+    for field in (run.state.sync.by_node, run.state.sync.by_shard):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(field["residual"] if field else ()):
+            residual[path[0].key][path[1].key] = np.asarray(leaf).mean(axis=0)
+    # The bfloat16 gradient of a virtual replica's rows is rounded before it is summed.
+    bound = 0.02 if isinstance(task, Half) else 2e-6
+    for part, leaves in expected.items():
+        for name, leaf in leaves.items():
+            moved = before[part][name] - run.params[part][name]
+            np.testing.assert_allclose(moved + residual[part].get(name, 0), leaf, rtol=0, atol=bound)
+    assert residual["hidden"]
+    assert report.num_updates == 1
+
+    state = jax.device_get(run.state)
+    batch["x"][50] = np.nan
+    report = run.step(batch)
+    assert (report.num_updates, report.consecutive_skips, report.non_finite.sum()) == (1, 1, 1)
+    counters = {"step": state.step + 1, "consecutive_skips": state.consecutive_skips + 1}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.state), state._replace(**counters))
+
+
+def test_clipping_comes_after_the_exchange():
+    clipped = Optimizer(name="sgd", learning_rate=1.0, clip_norm=1e-3)
+    run = Runner(Perceptron(), mesh_of(2, 2), clipped, exchange=exchange_of("int8"))
+    before = run.params
+    report = run.step(rows(32))
+    moved = jax.tree.map(np.subtract, before, run.params)
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(moved)))
+    assert report.grad_norm > 0.1
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_momentum_correction_of_what_is_sent_whole_is_momentum():
+    """A rank of 4 saves nothing on such small matrices, so all leaves are exchanged exactly."""
+    exchange: dict[str, Any] = {"codec": "powersgd", "error_feedback": True, "momentum_correction": 0.9}
+    ours = Runner(Perceptron(), mesh_of(2, 2), SGD, num_virtual_replicas=8, exchange=exchange)
+    plain = Runner(Perceptron(), mesh_of(2, 2), Optimizer(name="sgd", learning_rate=1.0, momentum=0.9))
+    for run in (ours, plain):
+        for seed in range(3):
+            run.step(rows(32, seed=seed) | {"weight": uneven()["weight"][:32]})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, plain.params)
