@@ -99,7 +99,7 @@ def test_it_counts_what_the_compiled_program_sends(monkeypatch, way, nodes, loca
 
 @pytest.mark.parametrize("compress", ["slow", "all"])
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_it_counts_what_a_codec_sends(name, compress, nodes, local):
     shapes = {"a": (1000,), "b": (3,), "d": (13, 7), "e": ()}
     mesh = mesh_of(nodes, local)

@@ -18,7 +18,7 @@ FEEDBACK = {"reduce": "sum", "error_feedback": True}
 
 @pytest.mark.parametrize("compress", ["slow", "all"])
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_it_is_the_rule_written_in_numpy(name, compress, nodes, local):
     mesh = mesh_of(nodes, local)
     transform = sync.all_reduce(mesh, codec=CODECS[name](), compress=compress, bucket_mib=1e-6, **FEEDBACK)
@@ -65,7 +65,7 @@ def test_what_is_sent_and_what_is_kept_are_all_there_was(codec, compress):
     assert int(loop.state.shared["count"]) == 21
 
 
-@pytest.mark.parametrize("codec", ["int8", "randomk"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("randomk", marks=pytest.mark.slow)])
 def test_a_state_shared_out_within_the_node_is_the_same_state(codec):
     mesh = mesh_of(2, 4)
     transform = sync.all_reduce(mesh, codec=codec, **FEEDBACK)
@@ -166,7 +166,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk", marks=pytest.mark.slow)])
 def test_inside_optax_containers_it_is_the_same(codec):
     mesh = mesh_of(2, 2)
     inner = sync.all_reduce(mesh, codec=codec, bucket_mib=1e-6, **FEEDBACK)
@@ -181,7 +181,7 @@ def test_inside_optax_containers_it_is_the_same(codec):
         assert sync.num_owners(loops[name].state) == 2
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 4)), ((2, 4), (4, 2))])
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 4)), pytest.param((2, 4), (4, 2), marks=pytest.mark.slow)])
 def test_a_linear_codec_goes_on_unchanged_on_another_number_of_nodes(before, after):
     loops = [Loop(mesh_of(*shape), _powersgd(mesh_of(*shape)), SHAPES) for shape in (before, after)]
     for step in range(3):

@@ -229,8 +229,8 @@ def restored(path, saved):
 
 
 def assert_close_to_exact(ours, plain):
-    # Measured: 2e-3 on parameters near 1, moved by about 0.06 in six steps of 1e-2.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-2), ours, plain)
+    # Measured: 1.5e-3, where six steps move the parameters by up to 6e-2.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-3), ours, plain)
 
 
 @pytest.mark.parametrize(
