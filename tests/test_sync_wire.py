@@ -1,0 +1,48 @@
+"""What is sent over a wire arrives, whether each member is a device or a node whose devices share the sending."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exchanges import AXES, mesh_of
+from jax.sharding import PartitionSpec
+
+from trainer.sync.levels import topology
+from trainer.sync.wire import Direct, Message, Recorder, Shared
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "xla"])
+@pytest.mark.parametrize("kind", ["direct", "shared"])
+def test_every_message_arrives(kind, algorithm):
+    """3 nodes of 2 devices; 7 words are no multiple of either."""
+    levels, mesh = topology(AXES, [3, 2]), mesh_of(3, 2)
+    wire = Direct(levels.flat, algorithm)
+    if kind == "shared":
+        wire = Shared(Direct(levels.slow, algorithm), levels.fast)
+    size = wire.size
+    generator = np.random.default_rng(0)
+    vectors = generator.normal(size=(size, 7)).astype(np.float32)
+    words = generator.integers(0, 256, size=(size, size, 7)).astype(np.uint8)
+
+    def body(vectors, words):
+        me = wire.index()
+        mine = wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
+        return jax.tree.map(lambda leaf: leaf[None], mine)
+
+    spec = PartitionSpec(AXES)
+    program = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
+    sums, gathered, swapped, members = jax.device_get(jax.jit(program)(vectors, words))
+    assert members.tolist() == ([0, 1, 2, 3, 4, 5] if kind == "direct" else [0, 0, 1, 1, 2, 2])
+    for replica, member in enumerate(members):
+        np.testing.assert_allclose(sums[replica], vectors.sum(axis=0), rtol=0, atol=1e-6)
+        assert sums[replica].tobytes() == sums[0].tobytes()
+        np.testing.assert_array_equal(gathered[replica], words[:, 0])
+        np.testing.assert_array_equal(swapped[replica], words[:, member])
+
+
+def test_a_recorder_writes_down_what_it_is_given():
+    wire = Recorder(4)
+    assert wire.sum(jnp.zeros(3)).shape == (3,)
+    assert wire.gather(jnp.zeros(5, jnp.uint8)).shape == (4, 5)
+    assert wire.swap(jnp.zeros((4, 6), jnp.uint8)).shape == (4, 6)
+    assert wire.messages == [Message("sum", 12), Message("gather", 5), Message("swap", 6)]
