@@ -151,7 +151,10 @@ def some_batch(pieces: Assembly) -> dict[str, jax.Array]:
 
 def exchanging(pieces: Assembly, state: TrainState) -> Action:
     """An action that exchanges a gradient of zeros."""
-    shapes, spec = states.trainable_part(pieces.parts, pieces.shapes.params), states.specs(pieces.shapes).sync
+    shapes, spec = (
+        states.trainable_part(pieces.parts, pieces.shapes.params),
+        states.specs(pieces.shapes, pieces.mesh).sync,
+    )
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     carried = (meshes.place_replicated(pieces.mesh, zeros), jax.tree.map(jax.numpy.copy, state.sync))
 
