@@ -192,9 +192,19 @@ def non_finite(work: Work, contribution: Sum, suspected: jax.Array) -> jax.Array
     return only_if(suspected, look, jnp.zeros(work.mesh.size))
 
 
+def transposed(tree: Any) -> Any:
+    """Every matrix transposed; undoes itself.
+
+    The gradient of ``kernel`` in ``x @ kernel`` is computed as its transpose. It stays so from the exchange up to the
+    optimizer, into which the way back is fused: anywhere before, above all in front of a branch, it would be a copy.
+    """
+    return jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, tree)
+
+
 def exchange(parts: Parts, state: TrainState, contribution: Sum) -> tuple[Any, Any]:
-    """The sum of all contributions, identical bits on every replica, and the exchange's next state."""
-    return parts.sync.update(contribution.gradient, state.sync)
+    """The sum of all contributions, ``transposed``, identical bits on every replica; and the exchange's next state."""
+    gradient, sync = parts.sync.update(contribution.gradient, state.sync)
+    return transposed(gradient), sync
 
 
 def apply(
@@ -215,7 +225,7 @@ def apply(
 
     def update(state: TrainState) -> TrainState:
         trainable = trainable_part(parts, state.params)
-        updates, optimizer = parts.optimizer.update(gradient, state.optimizer, trainable, norm=norm)
+        updates, optimizer = parts.optimizer.update(transposed(gradient), state.optimizer, trainable, norm=norm)
         return state._replace(
             num_updates=state.num_updates + 1,
             params=merge(optax.apply_updates(trainable, updates), state.params),
