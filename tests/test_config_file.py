@@ -501,6 +501,7 @@ CHANGES: dict[str, Any] = {
     "mesh.devices_per_node": "2",
     "mesh.platform": '"cpu"',
     "sync.profile": '"links.json"',
+    "sync.mapping": '"pmap"',
     "timeouts.init_seconds": "7",
     "checkpoint.every_steps": "7",
     "observe.log_every_steps": "7",

@@ -23,6 +23,7 @@ LAYERS = (
     "xla_flags",
     "runtime",
     "mesh",
+    "mapping",
     "data",
     "optimizer",
     "metrics",

@@ -1,5 +1,6 @@
 """The step against plain NumPy and single-device JAX: weights, clipping, non-finite policy, virtual replicas."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 from toy import Linear, Perceptron, Runner, mesh_of, rows
 
+from trainer import mesh as meshes
 from trainer.config import Optimizer
 from trainer.data.source import FAULT, RESERVED_NAMES
 from trainer.errors import Halted
@@ -240,6 +242,18 @@ def test_the_step_compiles_once_and_donates_its_state():
         run.step(batch)
     assert Counted.traces == traces
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
+
+
+def test_nobody_waits_for_the_weight_of_a_batch_until_the_forward_pass_is_done():
+    """Of the two all-reduces that XLA makes of a step, the first sums nothing but the weight and the examples."""
+    run = Runner(Linear(), mesh_of(2, 4), SGD)
+    batch = meshes.place_rows(run.mesh, {"x": np.ones((8, 2), np.float32), "weight": np.ones(8, np.float32)})
+    program = run.program.lower(run.state, batch).compile().as_text()
+    entry = program[program.index("\nENTRY ") :]
+    sums = [line for line in entry.splitlines() if " all-reduce(" in line]
+    assert len(sums) == 2
+    assert len(re.findall(r"\w+\[", sums[0].split(" all-reduce(")[0])) == 1
+    assert len(re.findall(r"\w+\[", sums[1].split(" all-reduce(")[0])) == 2
 
 
 def test_a_report_is_read_bit_by_bit_as_it_was_packed():

@@ -1,6 +1,6 @@
 """Tasks that are small enough to be worked through by hand, and states and steps made of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainer import mesh as meshes
 from trainer import optimizer as optimizers
 from trainer import sync
 from trainer.config import Optimizer
+from trainer.mapping import Mapping, mapped_mesh
 from trainer.state import Parts, TrainState, abstract, create_on_mesh
 from trainer.step import Report, Work, read, train_program
 from trainer.task import Batch, LossParts, Sums
@@ -96,15 +97,24 @@ class Runner:
         *,
         num_virtual_replicas: int | None = None,
         seed: int = 0,
-        exchange: Mapping[str, Any] | None = None,
+        mapping: Mapping = "shard_map",
+        all_reduce: Callable[..., Any] = sync.all_reduce,
+        exchange: dict[str, Any] | None = None,
     ) -> None:
         self.mesh, self.num_traces = mesh, 0
         shapes = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
         trainable = optimizers.trainable_mask(shapes, settings.frozen)
         chain: optax.GradientTransformation = optimizers.build(settings, 100, optimizers.split(shapes, trainable)[0])
-        self.parts = Parts(task, chain, sync.all_reduce(mesh, reduce="sum", **(exchange or {})), trainable)
+        work = Work(mesh, num_virtual_replicas or mesh.size, seed, mapping)
+        summed = all_reduce(
+            mapped_mesh(mesh, mapping),
+            axes=work.axes,
+            devices_per_node=mesh.devices.shape[1],
+            reduce="sum",
+            **(exchange or {}),
+        )
+        self.parts = Parts(task, chain, summed, trainable)
         self.state: TrainState = create_on_mesh(self.parts, mesh, seed)
-        work = Work(mesh, num_virtual_replicas or mesh.size, seed)
         schedule = optimizers.schedule(settings, 100)
         self.program = train_program(self.parts, work, schedule, abstract(self.parts, mesh))
 

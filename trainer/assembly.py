@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from trainer import import_path, optimizer, runtime, sync
+from trainer import import_path, mapping, optimizer, runtime, sync
 from trainer import mesh as meshes
 from trainer.config import Config
 from trainer.data import Loader, open_source
@@ -74,6 +74,7 @@ def assemble(config: Config) -> Assembly:
         InputRefused: data that cannot be used.
     """
     mesh = meshes.make(config.mesh)
+    mapping.check(mesh, config.sync.mapping)
     num_virtual_replicas = resolve_virtual_replicas(config, mesh.size)
     config = with_virtual_replicas(config, num_virtual_replicas)
     _check_faults(config)
@@ -94,6 +95,7 @@ def assemble(config: Config) -> Assembly:
     params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
     trainable = optimizer.trainable_mask(params, config.optimizer.frozen)
     trained_shapes, _ = optimizer.split(params, trainable)
+    work = Work(mesh, num_virtual_replicas, config.run.seed, config.sync.mapping)
     links, profile = find_links(mesh), agreed_profile(config.sync.profile)
     parts = Parts(
         task=task,
@@ -106,7 +108,7 @@ def assemble(config: Config) -> Assembly:
         mesh=mesh,
         loader=loader,
         parts=parts,
-        work=Work(mesh, num_virtual_replicas, config.run.seed),
+        work=work,
         schedule=optimizer.schedule(config.optimizer, config.run.num_steps),
         shapes=abstract(parts, mesh),
         links=links,
@@ -117,9 +119,11 @@ def assemble(config: Config) -> Assembly:
 def exchange_of(
     config: Config, mesh: Mesh, profile: sync.Profile | None, num_hosts: int | None
 ) -> optax.GradientTransformation:
-    """The exchange that ``[sync]`` asks for, over ``mesh``."""
+    """The exchange that ``[sync]`` asks for, over ``mesh``, however the step is mapped over it."""
     return sync.all_reduce(
-        mesh,
+        mapping.mapped_mesh(mesh, config.sync.mapping),
+        axes=mapping.mapped_axes(config.sync.mapping),
+        devices_per_node=meshes.devices_per_node(mesh),
         algorithm=config.sync.algorithm,
         across=config.sync.across,
         bucket_mib=config.sync.bucket_mib,

@@ -260,6 +260,8 @@ class Sync(Settings):
     """Momentum applied before the codec, in place of the optimizer's; it needs error_feedback."""
     args: Args = Field(default_factory=dict)
     """Keywords of the codec: rank, ratio, block_size, rounding."""
+    mapping: Literal["shard_map", "pmap"] = "shard_map"
+    """How the step is mapped over the devices: shard_map over the mesh, or pmap over one flat axis of all devices."""
 
     @model_validator(mode="after")
     def _across_is_read(self) -> "Sync":

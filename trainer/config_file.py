@@ -33,6 +33,7 @@ MAY_DIFFER_ON_RESUME = (
     "mesh.devices_per_node",
     "mesh.platform",
     "sync.profile",
+    "sync.mapping",
     "timeouts.*",
     "checkpoint.*",
     "observe.*",

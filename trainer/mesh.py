@@ -36,6 +36,11 @@ def make(settings: MeshSettings) -> Mesh:
     return Mesh(np.array(devices).reshape(nodes, local), AXES)
 
 
+def devices_per_node(mesh: Mesh) -> int:
+    """The devices within one node."""
+    return mesh.devices.shape[-1]
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
@@ -60,17 +65,21 @@ def place_rows(mesh: Mesh, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 
 def place_replicated(mesh: Mesh, tree: Any) -> Any:
-    """Copies a pytree of arrays, equal in every process, onto every device of the mesh.
+    """Copies a pytree of arrays, equal in every process, onto every device of the mesh."""
+    return place(tree, jax.tree.map(lambda _: replicated(mesh), tree))
 
-    It goes through the host, since a process cannot address the others' devices.
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Makes global arrays of a pytree of arrays, equal in every process, each by its sharding.
+
+    They go through the host, since a process cannot address the others' devices.
     """
-    sharding = replicated(mesh)
 
-    def place(leaf: Any) -> jax.Array:
+    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         value = np.asarray(leaf)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(put, tree, shardings)
 
 
 def rank_of_replica(mesh: Mesh, replica: int) -> int:

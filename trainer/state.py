@@ -83,7 +83,7 @@ def abstract(parts: Parts, mesh: Mesh) -> TrainState:
 
 
 def create_on_mesh(parts: Parts, mesh: Mesh, seed: int) -> TrainState:
-    """A fresh state on every device of the mesh.
+    """A fresh state on the mesh, sharded as ``specs`` says.
 
     It is computed on one device and copied, since a program for several devices may round differently: the initial
     parameters are the same for every number of devices.

@@ -6,7 +6,7 @@ mean loss over the whole batch, however the batch was shared out.
 What the host learns of a step leaves the program as one array, since every array that is fetched costs a round trip.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from trainer import mapping as mappings
 from trainer.data.source import FAULT
+from trainer.mapping import Mapping
 from trainer.mesh import AXES
 from trainer.optimizer import ema_params, global_norm, merge
 from trainer.state import Parts, TrainState, specs, trainable_part
@@ -25,11 +27,20 @@ from trainer.task import Batch, LossParts, Sums
 
 
 class Work(NamedTuple):
-    """How a global batch is cut up: ``num_virtual_replicas`` slices, in order, over the replicas of ``mesh``."""
+    """How a global batch is cut up: ``num_virtual_replicas`` slices, in order, over the replicas of ``mesh``.
+
+    mapping: how the step is mapped over the replicas.
+    """
 
     mesh: Mesh
     num_virtual_replicas: int
     seed: int
+    mapping: Mapping = "shard_map"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the step talks to the other replicas."""
+        return mappings.mapped_axes(self.mapping)
 
     @property
     def rounds(self) -> int:
@@ -75,7 +86,8 @@ class Report(NamedTuple):
 class PackedReport:
     """A Report as one array, to be read by ``read``.
 
-    words: int32 of shape (num_words,): the bits of all leaves one after another, those below 32 bits widened.
+    words: int32 of shape (num_words,): the bits of all leaves in the order of ``_by_dtype``, those below 32 bits
+        widened.
     """
 
     words: jax.Array
@@ -86,20 +98,31 @@ class PackedReport:
 def pack(report: Report) -> PackedReport:
     """Packs a report on the device."""
     leaves, structure = jax.tree.flatten(report)
-    words = [jax.lax.bitcast_convert_type(leaf.astype(_wide(leaf.dtype)), jnp.int32).reshape(-1) for leaf in leaves]
+    words = []
+    for dtype, indices in _by_dtype([leaf.dtype for leaf in leaves]):
+        values = jnp.concatenate([leaves[index].astype(dtype).reshape(-1) for index in indices])
+        words.append(jax.lax.bitcast_convert_type(values, jnp.int32).reshape(-1))
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     return PackedReport(jnp.concatenate(words), structure, shapes)
 
 
 def read(packed: PackedReport) -> Report:
     """The report on the host, in NumPy arrays, bit by bit as it was packed; waits for the step to be done."""
-    words, leaves, start = np.asarray(packed.words), [], 0
-    for leaf in packed.leaves:
-        wide = np.dtype(_wide(leaf.dtype))
-        end = start + leaf.size * wide.itemsize // words.itemsize
-        leaves.append(words[start:end].view(wide).reshape(leaf.shape).astype(leaf.dtype))
-        start = end
-    return jax.tree.unflatten(packed.structure, leaves)
+    words, leaves, start = np.asarray(packed.words), {}, 0
+    for dtype, indices in _by_dtype([leaf.dtype for leaf in packed.leaves]):
+        for index in indices:
+            leaf = packed.leaves[index]
+            end = start + leaf.size * dtype.itemsize // words.itemsize
+            leaves[index] = words[start:end].view(dtype).reshape(leaf.shape).astype(leaf.dtype)
+            start = end
+    return jax.tree.unflatten(packed.structure, [leaves[index] for index in range(len(leaves))])
+
+
+def _by_dtype(dtypes: Sequence[DTypeLike]) -> Iterator[tuple[np.dtype, list[int]]]:
+    """Each widened dtype with the indices of those that become it, so that few operations pack them all."""
+    wide = [np.dtype(_wide(dtype)) for dtype in dtypes]
+    for dtype in dict.fromkeys(wide):
+        yield dtype, [index for index, other in enumerate(wide) if other == dtype]
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
@@ -144,18 +167,18 @@ def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight
     def loss(trainable: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LossParts]]:
         fault = rows.pop(FAULT, None)
         params = merge(trainable, state.params)
-        total, loss_parts = parts.task.loss(params, state.model_state, rows, key=key, axes=AXES)
+        total, loss_parts = parts.task.loss(params, state.model_state, rows, key=key, axes=work.axes)
         total = total if fault is None else total * (1 + jnp.sum(fault))
         return total / divisor, (total, loss_parts)  # dividing one number here spares a pass over the whole gradient
 
     def one(virtual_replica: jax.Array, rows: Batch) -> Sum:
         # Parameters are marked as varying, so that their gradient is not summed over the mesh behind our back.
-        trainable = jax.lax.pcast(trainable_part(parts, state.params), AXES, to="varying")
+        trainable = jax.lax.pcast(trainable_part(parts, state.params), work.axes, to="varying")
         key = jax.random.fold_in(step_key, virtual_replica)
         gradient, (total, loss_parts) = jax.grad(loss, has_aux=True)(trainable, dict(rows), key)
         return Sum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), total, loss_parts)
 
-    first = jax.lax.axis_index(AXES) * work.rounds
+    first = jax.lax.axis_index(work.axes) * work.rounds
     return sum_over_rounds(one, batch, work.rounds, first)
 
 
@@ -186,8 +209,8 @@ def non_finite(work: Work, contribution: Sum, suspected: jax.Array) -> jax.Array
     """float32 of shape (replicas,), the same on each: 1 where a contribution is not finite; 0 if not ``suspected``."""
 
     def look(nobody: jax.Array) -> jax.Array:
-        here = jax.nn.one_hot(jax.lax.axis_index(AXES), work.mesh.size)
-        return jax.lax.psum(jnp.where(is_finite(contribution), nobody, here), AXES)
+        here = jax.nn.one_hot(jax.lax.axis_index(work.axes), work.mesh.size)
+        return jax.lax.psum(jnp.where(is_finite(contribution), nobody, here), work.axes)
 
     return only_if(suspected, look, jnp.zeros(work.mesh.size))
 
@@ -241,13 +264,14 @@ def _step(
     parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState, batch: Batch
 ) -> tuple[TrainState, PackedReport]:
     ids = batch.pop("example_id", None)
-    weight, examples = jax.lax.psum((_weight(parts, batch), jnp.sum(batch["weight"])), AXES)
+    weight, examples = jax.lax.psum((_weight(parts, batch), jnp.sum(batch["weight"])), work.axes)
     contribution = contribute(parts, work, state, batch, weight)
     gradient, sync = exchange(parts, state, contribution)
-    loss, (metrics, statistics) = jax.lax.psum((contribution.loss, contribution.parts), AXES)
+    loss, (metrics, statistics) = jax.lax.psum((contribution.loss, contribution.parts), work.axes)
     norm = global_norm(gradient)
     # One entry that is not finite makes the sum not finite, so a look at the sum says whether to look for whose it was.
-    flags = non_finite(work, contribution, suspected=~(jnp.isfinite(norm) & jnp.isfinite(loss)))
+    # The loss is named first, for then XLA sums it with the gradient; else with the weight, which everybody waits for.
+    flags = non_finite(work, contribution, suspected=~(jnp.isfinite(loss) & jnp.isfinite(norm)))
     finite = (jnp.sum(flags) == 0) & jnp.isfinite(norm) & jnp.isfinite(weight) & (weight >= 0)
     wanted = finite & (weight > 0)
     after = apply(parts, state, gradient, sync, statistics, norm=norm, wanted=wanted)
@@ -262,7 +286,7 @@ def _step(
         learning_rate=jnp.asarray(schedule(state.num_updates), jnp.float32),
         non_finite=flags,
         applied=wanted,
-        example_ids=None if ids is None else jax.lax.all_gather(ids, AXES, tiled=True),
+        example_ids=None if ids is None else jax.lax.all_gather(ids, work.axes, tiled=True),
     )
     return after, pack(report)
 
@@ -272,7 +296,7 @@ def _weight(parts: Parts, batch: Batch) -> jax.Array:
 
 
 def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: TrainState) -> Any:
-    """The jitted program ``(state, batch) -> (state, PackedReport)``; the state is donated.
+    """The program ``(state, batch) -> (state, PackedReport)``, to be called or first lowered; the state is donated.
 
     Args:
         state: the state, or its shapes. The batch is sharded by replica.
@@ -282,14 +306,8 @@ def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: Tra
     def body(state: TrainState, batch: Batch) -> tuple[TrainState, PackedReport]:
         return _step(parts, work, schedule, state, dict(batch))
 
-    mapped = jax.shard_map(
-        body,
-        mesh=work.mesh,
-        in_specs=(state_specs, PartitionSpec(AXES)),
-        out_specs=(state_specs, PartitionSpec()),
-        check_vma=False,  # the result of an exchange by ring cannot be typed as replicated
-    )
-    return jax.jit(mapped, donate_argnums=0)
+    in_specs, out_specs = (state_specs, PartitionSpec(AXES)), (state_specs, PartitionSpec())
+    return mappings.program(body, work.mesh, work.mapping, in_specs, out_specs, donate=0)
 
 
 def evaluation_program(parts: Parts, work: Work) -> Any:

@@ -42,6 +42,14 @@ def test_the_run_does_not_depend_on_the_number_of_processes(runs, num_processes)
             np.testing.assert_allclose(row["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+def test_under_pmap_several_processes_make_the_same_run(runs, tmp_path):
+    done = train(tmp_path / "run", 2, "--set", 'sync.mapping="pmap"')
+    assert done.returncode == 0, done.stderr
+    for row, expected in zip(metrics.read(tmp_path / "run" / "metrics.jsonl"), runs[2], strict=True):
+        assert row["loss"] == expected["loss"]
+        assert row.get("param_digest") == expected.get("param_digest")
+
+
 def test_a_non_finite_gradient_in_one_process_ends_all_and_is_named(tmp_path):
     fault = ["--set", 'debug.faults=[{kind="nan", rank=1, step=3}]']
     done = train(tmp_path / "run", 2, *fault)
