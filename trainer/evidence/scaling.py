@@ -104,16 +104,21 @@ def measure(pieces: Assembly, point: Point, batch: int, budget_seconds: float) -
 
 
 def on_mesh(pieces: Assembly, mesh: Mesh, batch: int) -> Assembly:
-    """``pieces`` for a global ``batch`` on some of their devices, each with as many virtual replicas as before."""
+    """``pieces`` for a global ``batch`` on some of their devices, each with as many virtual replicas as before.
+
+    The mapping is shard_map, whatever the settings say, for pmap has costs of its own at every call.
+    """
     rounds = pieces.work.rounds
-    parts = pieces.parts._replace(sync=exchange_of(pieces.config, mesh, pieces.profile, pieces.links.num_hosts))
     data = pieces.config.data.model_copy(update={"global_batch": batch})
+    summing = pieces.config.sync.model_copy(update={"mapping": "shard_map"})
+    config = pieces.config.model_copy(update={"data": data, "sync": summing})
+    parts = pieces.parts._replace(sync=exchange_of(config, mesh, pieces.profile, pieces.links.num_hosts))
     return dataclasses.replace(
         pieces,
-        config=pieces.config.model_copy(update={"data": data}),
+        config=config,
         mesh=mesh,
         parts=parts,
-        work=pieces.work._replace(mesh=mesh, num_virtual_replicas=rounds * mesh.size),
+        work=pieces.work._replace(mesh=mesh, num_virtual_replicas=rounds * mesh.size, mapping="shard_map"),
         shapes=states.abstract(parts, mesh),
     )
 
