@@ -95,3 +95,22 @@ def test_momentum_correction_of_what_is_sent_whole_is_momentum():
         for seed in range(3):
             run.step(rows(32, seed=seed) | {"weight": uneven()["weight"][:32]})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, plain.params)
+
+
+@pytest.mark.parametrize(
+    ("codec", "compress"),
+    [
+        ("int8", "slow"),
+        ("powersgd", "slow"),
+        pytest.param("int8", "all", marks=pytest.mark.slow),
+        pytest.param("topk", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_the_same_under_pmap(codec, compress):
+    exchange = exchange_of(codec, compress=compress)
+    runs = [Runner(Perceptron(), mesh_of(2, 2), SGD, mapping=name, exchange=exchange) for name in ("shard_map", "pmap")]
+    for seed in range(3):
+        for run in runs:
+            run.step(rows(32, seed=seed))
+    first, second = (jax.device_get(run.state) for run in runs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), first, second)
