@@ -554,7 +554,9 @@ def test_all_refused_changes_are_named(write):
     saved, now = resumed(write, **MUST_STAY, **CHANGES)
     with pytest.raises(InputRefused) as caught:
         check_resume(saved, now)
-    assert len(str(caught.value).splitlines()) == len(MUST_STAY)
+    *refused, remedy = str(caught.value).splitlines()
+    assert len(refused) == len(MUST_STAY)
+    assert "--init-from" in remedy
     assert "task.args.depth = 4: the run was started with 3" in str(caught.value)
 
 

@@ -100,6 +100,30 @@ def test_status_evaluate_and_export(finished, tmp_path):
         np.testing.assert_array_equal(arrays[name], same[name])
 
 
+def test_checkpoints_are_listed_verified_and_gone_back_to(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    (found,) = json.loads(lockstep("checkpoint", "list", run_dir, "--json").stdout)[-1:]
+    assert (found["status"], found["metrics"].keys()) == ("good", {"loss"})
+    assert found["num_bytes"] > 9610 * 4
+    step = str(found["step"])
+    verified = lockstep("checkpoint", "verify", run_dir)
+    assert verified.returncode == 0, verified.stderr
+    assert verified.stdout.splitlines()[-1].split()[:2] == [step, "good"]
+
+    file = next((run_dir / "checkpoints" / step / "params").glob("ocdbt.process_0/d/*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert lockstep("checkpoint", "list", run_dir).returncode == 0, "sizes are as they were"
+    verified = lockstep("checkpoint", "verify", run_dir)
+    assert verified.returncode == 3
+    assert f"{file.name} has changed: its checksum is wrong" in verified.stdout
+    back = lockstep("train", "digits_mlp", *SHORT, "--run-dir", run_dir, "--resume", "--set", "optimizer.ema_decay=0.5",
+                    "--from-step", step)  # fmt: skip
+    assert back.returncode == 3
+    assert "its checksum is wrong" in back.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -120,6 +144,9 @@ def test_status_evaluate_and_export(finished, tmp_path):
         (["status", "nowhere"], 3, "nowhere"),
         (["evaluate", "nowhere"], 3, "nowhere"),
         (["export", "nowhere"], 3, "nowhere"),
+        (["checkpoint", "list", "nowhere"], 3, "nowhere"),
+        (["train", "digits_mlp", "--from-step", "3"], 2, "--resume"),
+        (["train", "digits_mlp", "--from-step", "3", "--resume"], 3, "no checkpoint of step 3"),
     ],
 )
 def test_a_mistake_is_one_line_and_the_right_code(tmp_path, arguments, code, words):
@@ -185,8 +212,8 @@ def test_config_prints_settings_that_load_again(tmp_path):
     assert "global_batch" in json.dumps(schema)
 
 
-def test_help_and_settings_start_no_jax():
-    for arguments in (["--help"], ["config", "digits_mlp"]):
+def test_help_settings_and_lists_start_no_jax(finished):
+    for arguments in (["--help"], ["config", "digits_mlp"], ["checkpoint", "list", str(finished[0])]):
         program = (
             "import sys\nfrom trainer.__main__ import main\n"
             f"sys.argv = ['lockstep', *{arguments!r}]\n"

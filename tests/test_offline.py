@@ -49,6 +49,12 @@ def test_the_ending_is_checked_first(tmp_path):
         offline.export(RunDir(tmp_path / "no run"), tmp_path / "params.bin")
 
 
+def test_damaged_settings_are_the_runs_fault_and_not_the_users(tmp_path):
+    (tmp_path / "config.toml").write_text("[")
+    with pytest.raises(InputRefused, match="holds damaged settings"):
+        offline.export(RunDir(tmp_path), tmp_path / "params.npz")
+
+
 def test_metrics_that_are_not_finite_are_printed_as_null(finished, monkeypatch):
     monkeypatch.setattr(offline.Evaluator, "__call__", lambda self, state: {"loss": float("nan"), "examples": 3})
     text = io.StringIO()

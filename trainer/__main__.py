@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from trainer import config_file
+from trainer.checkpoint import catalog, table
 from trainer.config import Config
 from trainer.errors import ExitCode, InputRefused, LockstepError, SettingsRefused
 from trainer.evidence import options
@@ -35,6 +37,12 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a.b to a TOML value; may be given many times."),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
+PLAIN_WIDTH = 200
+"""Columns of a table that does not go to a terminal."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+checkpoints = typer.Typer(help="What checkpoints a run has.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoint")
 
 
 @app.command()
@@ -46,12 +54,24 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is there.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes on this host.")] = 1,
     no_agent: Annotated[bool, typer.Option("--no-agent", help="Train in this very process, for a debugger.")] = False,
+    init_from: Annotated[
+        str, typer.Option(metavar="DIR", help="Start a new run from the parameters of a run or a checkpoint.")
+    ] = "",
+    from_step: Annotated[
+        int | None, typer.Option(min=1, help="With --resume: go back to this step's checkpoint; abandon later ones.")
+    ] = None,
 ) -> None:
     """Train CONFIG."""
-    config = _load(config_path, overrides)
+    config = starting_from(_load(config_path, overrides), init_from)
+    if from_step is not None and not resume:
+        raise SettingsRefused(f"--from-step {from_step}: only with --resume can a run go back to an older step")
     directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
     if resume and directory.config.is_file():
         config = config_file.continued(saved_settings(directory), config)
+    if from_step is not None:
+        checkpoint_directory = catalog.location(catalog.directory_of(config, directory))
+        later = catalog.go_back(checkpoint_directory, from_step, directory.id)
+        print(f"going back to step {from_step}; abandoned: {', '.join(map(str, later)) or 'none'}", flush=True)
     attempt = directory.begin_attempt(overwrite)
     _run(Job(config_file.dump(config), str(directory.path), attempt, processes), here=no_agent)
 
@@ -83,6 +103,32 @@ def export(
 def status(run_dir: RunPath) -> None:
     """Tell how far RUN_DIR has come and how it ended, as JSON."""
     print(json.dumps(describe(RunDir.existing(run_dir)), indent=2))
+
+
+@checkpoints.command(name="list")
+def list_checkpoints(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """List RUN_DIR's checkpoints, and what is wrong with them as far as their sizes show."""
+    _tell_checkpoints(run_dir, as_json, checksums=False)
+
+
+@checkpoints.command(name="verify")
+def verify_checkpoints(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """Read every byte of RUN_DIR's checkpoints; ends with code 3 if one is damaged or unfinished."""
+    if not _tell_checkpoints(run_dir, as_json, checksums=True):
+        raise typer.Exit(int(ExitCode.INPUT_REFUSED))
+
+
+def _tell_checkpoints(path: Path, as_json: bool, *, checksums: bool) -> bool:
+    """Prints a run's checkpoints; False if one is not sound."""
+    run_dir = RunDir.existing(path)
+    config = saved_settings(run_dir)
+    found = table.rows(config, run_dir, checksums=checksums)
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
+        Console(width=width).print(table.table(found, config.checkpoint.best_metric))
+    return table.is_sound(found)
 
 
 @app.command(name="config")
@@ -150,6 +196,13 @@ def _load(path: str, overrides: list[str] | None) -> Config:
     beside = Path(__file__).parents[1] / "configs"  # a user may have a package 'configs' too
     shipped = beside if beside.is_dir() else Path(str(files("configs")))
     return config_file.load(path, overrides or (), search=[shipped])
+
+
+def starting_from(config: Config, source: str) -> Config:
+    """``config`` with ``checkpoint.init_from`` as --init-from gives it, its path absolute."""
+    source = source or config.checkpoint.init_from
+    absolute = str(catalog.location(source)) if source else ""
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": absolute})})
 
 
 def _run(job: Job, *, here: bool) -> None:

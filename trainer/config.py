@@ -301,11 +301,28 @@ class Checkpoint(Settings):
     """What is saved, where and how often."""
 
     directory: str = ""
-    """Where checkpoints go; empty: 'checkpoints' in the run directory."""
+    """Where checkpoints go; empty: 'checkpoints' in the run directory. A relative path is one within that."""
     every_steps: NonNegativeInt = 0
     """Save every so many steps, and at the end; 0: only at the end."""
     keep: PositiveInt = 3
     """Newest checkpoints that are kept."""
+    keep_best: NonNegativeInt = 0
+    """Besides those, so many are kept whose last evaluation was the best."""
+    best_metric: str = "loss"
+    """The metric of the evaluation by which keep_best chooses."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a low or a high best_metric is good."""
+    init_from: str = ""
+    """A run directory or a checkpoint whose parameters, and nothing else, a new run starts from (--init-from)."""
+
+    @model_validator(mode="after")
+    def _best_is_read(self) -> "Checkpoint":
+        given = [
+            key for key in ("best_metric", "best_mode") if getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if given and not self.keep_best:
+            _refuse([f"{given[0]}: would be ignored, because keep_best is 0; set keep_best as well"])
+        return self
 
 
 class Observe(Settings):

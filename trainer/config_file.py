@@ -96,6 +96,18 @@ def load(path: str | Path, overrides: Sequence[str] = (), search: Sequence[Path]
     raise SettingsRefused("\n".join(problems))
 
 
+def load_saved(path: Path) -> Config:
+    """The settings that a run wrote to ``path``.
+
+    Raises:
+        InputRefused: they cannot be read.
+    """
+    try:
+        return load(path)
+    except SettingsRefused as refusal:
+        raise InputRefused(f"{path.parent} holds damaged settings: {str(refusal).splitlines()[0]}") from None
+
+
 def dump(config: Config, redact: bool = False) -> str:
     """The whole tree as TOML, every default written out; ``load`` of it gives an equal tree.
 
@@ -155,6 +167,9 @@ def check_resume(saved: Config, now: Config) -> None:
         and not (key == "mesh.virtual_replicas" and new == "auto")
     ]
     if refused:
+        refused.append(
+            "to start a new run from this one's parameters alone: --init-from RUN_DIR, with another --run-dir"
+        )
         raise InputRefused("\n".join(refused))
 
 
@@ -172,7 +187,10 @@ def continued(saved: Config, now: Config) -> Config:
             f"devices_per_node) cannot share equally; numbers that can: {shown(sorted(fitting)).strip('[]')}"
         )
     mesh = now.mesh.model_copy(update={"virtual_replicas": virtual})
-    return now.model_copy(update={"mesh": mesh})
+    # A run that is cut off before its first checkpoint starts again, and from the same parameters.
+    init_from = now.checkpoint.init_from or saved.checkpoint.init_from
+    checkpoint = now.checkpoint.model_copy(update={"init_from": init_from})
+    return now.model_copy(update={"mesh": mesh, "checkpoint": checkpoint})
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -17,13 +17,16 @@ class Evaluator:
     """Evaluates states of one run; compiles at its first use."""
 
     def __init__(self, pieces: Assembly) -> None:
-        """Opens the test split, so that a run whose test data is missing ends before it has trained."""
+        """Opens the test split, so that a run whose test data is missing ends before it has trained.
+
+        ``metric_names`` is what an evaluation will tell of.
+        """
         self._pieces = pieces
         self._source = open_source(pieces.config.data, "test")
         self._batches().close()
         config = pieces.config
         row = read_batch(self._source, read_filler(self._source), np.zeros(1, np.int64))
-        check_evaluation(
+        self.metric_names = check_evaluation(
             Subject(pieces.parts.task, config.task.target, config.data.source),
             task_batch_shapes(row, config.data.global_batch),
             config.data.global_batch // pieces.work.num_virtual_replicas,

@@ -1,8 +1,10 @@
 """The training loop, top to bottom. A feature becomes a hook, a task or a transformation; never a branch in here."""
 
+import errno
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import jax
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from trainer import config_file, digest, runtime
+from trainer import config_file, digest, metrics, runtime
 from trainer import mesh as meshes
 from trainer import state as states
 from trainer.assembly import Assembly, assemble
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import catalog
+from trainer.checkpoint.catalog import Retention, Selection
+from trainer.checkpoint.store import Checkpoints, parameters
 from trainer.config import Config
 from trainer.display import Display, NullDisplay
 from trainer.errors import Halted, InputRefused, SettingsRefused
@@ -24,8 +28,10 @@ from trainer.metrics import MetricsWriter, Row
 from trainer.rundir import RunDir
 from trainer.state import TrainState
 from trainer.step import train_program
-from trainer.story import facts, summary, warnings, wire_bytes
+from trainer.story import changes, facts, summary, topology, warnings, wire_bytes
 from trainer.sync import num_owners, residual_norm
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Batch = dict[str, jax.Array]
 Program = Callable[[TrainState, Batch], Any]
@@ -47,32 +53,47 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         display = stack.enter_context(Display(console, config.run.num_steps) if first and console else NullDisplay())
         pieces = assemble(config)
         evaluator = Evaluator(pieces)
-        checkpoints = Checkpoints(checkpoint_directory(config, run_dir), keep=config.checkpoint.keep)
+        run_id = identity(run_dir, is_new)
+        checkpoints = open_checkpoints(config, run_dir, run_id, evaluator)
+        found = checkpoints.select(of_any_run=is_new)
 
-        display.banner(facts(pieces, run_dir, attempt, checkpoints.latest()))
-        for text in warnings(pieces):
+        display.banner(facts(pieces, run_dir, attempt, found.step))
+        for text in [*warnings(pieces), *found.warnings]:
             display.warning(text)
         program = compile_step(pieces, display)
-        state = starting_state(pieces, checkpoints, is_new)
+        state = starting_state(pieces, checkpoints, found, is_new, display)
         start = int(state.step)
         # Only now that nothing was refused does the directory become a run's, or its settings change.
         writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
         if first:
+            run_dir.write_id(run_id)
             run_dir.write_config(config_file.dump(pieces.config, redact=True))
+        if not is_new:
+            checkpoints.remove_leftovers()
+        checkpoints.note_scores(past_scores(config, run_dir, start))
         recorder = make_recorder(pieces, writer, display, attempt, start)
         evaluations: list[Row] = []
         hooks = (
             Every(config.debug.digest_every, digesting(recorder), at_end=False),
             Every(config.observe.log_every_steps, measuring_residuals(pieces, recorder)),
+            Every(1, lambda moment: checkpoints.check()),
             Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt)),
             Every(config.run.eval_every_steps, evaluating(evaluator, recorder, writer, display, attempt, evaluations)),
+            Every(config.run.eval_every_steps, scoring(config, checkpoints, evaluations)),
         )
         batches = stack.enter_context(pieces.loader.iterate(start))
         try:
             train(pieces, state, program, batches, recorder, hooks)
         except Halted:
-            checkpoints.wait()  # every rank halts at the same step, so the save under way can still be completed
+            with suppress(InputRefused):  # what halted the run came first
+                checkpoints.wait()  # every rank halts at the same step, so the save under way can still be completed
             raise
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise InputRefused(
+                f"{run_dir.path} cannot be written: {error.strerror}; free space, then go on with --resume"
+            ) from error
         checkpoints.close()
         seconds = time.perf_counter() - begin
         display.summary(summary(pieces, recorder, evaluations, checkpoints, run_dir, seconds))
@@ -126,34 +147,66 @@ def compile_step(pieces: Assembly, display: Display) -> Program:
     return compiled
 
 
-def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
-    """Where this run's checkpoints are."""
-    return config.checkpoint.directory or str(run_dir.checkpoints)
+def identity(run_dir: RunDir, is_new: bool) -> str:
+    """The run's id, a new one where it ``is_new``; the same in all processes."""
+    return runtime.agree("run id", secrets.token_hex(8) if is_new else run_dir.id)[0]
 
 
-def starting_state(pieces: Assembly, checkpoints: Checkpoints, is_new: bool) -> TrainState:
-    """The newest checkpoint's state, or a fresh one.
+def open_checkpoints(config: Config, run_dir: RunDir, run_id: str, evaluator: Evaluator) -> Checkpoints:
+    """The run's checkpoints, to be written.
+
+    Raises:
+        SettingsRefused: the best are to be kept by a metric that no evaluation gives.
+        InputRefused: see ``Checkpoints``.
+    """
+    settings = config.checkpoint
+    if settings.keep_best and settings.best_metric not in evaluator.metric_names:
+        raise SettingsRefused(
+            f"checkpoint.best_metric = {settings.best_metric!r}: an evaluation of {config.task.target} gives "
+            f"{', '.join(evaluator.metric_names)}"
+        )
+    retention = Retention(settings.keep, settings.keep_best, settings.best_metric, settings.best_mode)
+    return Checkpoints(catalog.directory_of(config, run_dir), retention=retention, run_id=run_id)
+
+
+def starting_state(
+    pieces: Assembly, checkpoints: Checkpoints, found: Selection, is_new: bool, display: Display
+) -> TrainState:
+    """The state of the checkpoint that was ``found``; if none was, a fresh one, from other parameters where asked.
 
     Raises:
         InputRefused: the checkpoint does not continue with these settings or this data, or the run ``is_new`` and
             has no business with the checkpoints that are there.
     """
-    newest = checkpoints.latest()
+    config, newest = pieces.config, found.step
     if newest is None:
-        return states.create_on_mesh(pieces.parts, pieces.mesh, pieces.config.run.seed)
+        start = None
+        if config.checkpoint.init_from:
+            path, *start = parameters(config.checkpoint.init_from, pieces.shapes)
+            display.note(f"parameters from {path}")
+        return states.create_on_mesh(pieces.parts, pieces.mesh, config.run.seed, start)
     if is_new:
         raise InputRefused(
             f"checkpoint.directory = {checkpoints.directory} holds checkpoints already (step {newest}): point "
             "checkpoint.directory elsewhere, or resume the run they belong to"
         )
-    if newest > pieces.config.run.num_steps:
+    if newest > config.run.num_steps:
         raise InputRefused(
-            f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {pieces.config.run.num_steps}: "
+            f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {config.run.num_steps}: "
             f"set run.num_steps to {newest} or more"
         )
     restored = checkpoints.restore(newest, pieces.shapes)
     pieces.loader.check_state(restored.data)
+    for change in changes(restored, topology(pieces)):
+        display.note(change)
     return restored.state
+
+
+def past_scores(config: Config, run_dir: RunDir, start: int) -> dict[int, float | None]:
+    """What earlier attempts' evaluations up to step ``start`` said of ``checkpoint.best_metric``."""
+    if not run_dir.metrics.is_file():
+        return {}
+    return catalog.scores_of(metrics.read(run_dir.metrics, "eval"), config.checkpoint.best_metric, start)
 
 
 def make_recorder(
@@ -221,6 +274,7 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, displ
     meta = {
         "attempt": attempt,
         "virtual_replicas": pieces.work.num_virtual_replicas,
+        "topology": topology(pieces),
         "settings": config_file.dump(pieces.config, redact=True),
     }
 
@@ -232,6 +286,12 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, displ
         display.saving(moment.step, checkpoints.path(moment.step))
 
     return hook
+
+
+def scoring(config: Config, checkpoints: Checkpoints, rows: list[Row]) -> Hook:
+    """A hook, after that which evaluates into ``rows``, by which the best checkpoints are known."""
+    metric = config.checkpoint.best_metric
+    return lambda moment: checkpoints.note_scores(catalog.scores_of(rows[-1:], metric))
 
 
 def evaluating(

@@ -15,11 +15,12 @@ from safetensors.numpy import save_file
 
 from trainer import config_file
 from trainer.assembly import assemble
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import catalog
+from trainer.checkpoint.store import Checkpoints
 from trainer.config import Config
 from trainer.errors import InputRefused, SettingsRefused
 from trainer.evaluation import Evaluator
-from trainer.loop import checkpoint_directory
+from trainer.launch.verdict import tell
 from trainer.metrics import to_json
 from trainer.rundir import RunDir
 
@@ -55,7 +56,7 @@ def export(run_dir: RunDir, output: Path) -> str:
     """
     if output.suffix not in FORMATS:
         raise SettingsRefused(f"--output {output}: must end in {' or '.join(FORMATS)}")
-    config = config_file.load(run_dir.config)
+    config = config_file.load_saved(run_dir.config)
     with newest_checkpoint(config, run_dir) as (checkpoints, step):
         arrays = named_arrays(checkpoints.read(step, "params"))
         if config.optimizer.ema_decay:
@@ -97,17 +98,19 @@ def named_arrays(tree: Any) -> dict[str, np.ndarray]:
 
 @contextmanager
 def newest_checkpoint(config: Config, run_dir: RunDir) -> Iterator[tuple[Checkpoints, int]]:
-    """The run's checkpoints, open for reading, and the newest one's step.
+    """The run's checkpoints, open for reading, and the newest good one's step.
 
     Raises:
         InputRefused: there is none.
     """
-    directory = checkpoint_directory(config, run_dir)
+    directory = catalog.directory_of(config, run_dir)
     if "://" not in directory and not Path(directory).is_dir():
         raise InputRefused(f"{run_dir.path} has no checkpoint yet: there is no directory {directory}")
-    checkpoints = Checkpoints(directory, create=False)
+    checkpoints = Checkpoints(directory, run_id=run_dir.id, create=False)
     try:
-        step = checkpoints.latest()
+        step, warnings = checkpoints.select()
+        for warning in warnings:
+            tell(f"warning: {warning}")
         if step is None:
             raise InputRefused(f"{directory} holds no checkpoint yet")
         yield checkpoints, step

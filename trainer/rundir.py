@@ -1,6 +1,6 @@
 """The run directory: where everything that a run leaves behind is found, and when it may be written.
 
-    config.toml  metrics.jsonl  checkpoints/  attempts/K/logs/rank-N.log  attempts/K/verdict.json  verdict.json
+    config.toml  run_id  metrics.jsonl  checkpoints/  attempts/K/logs/rank-N.log  attempts/K/verdict.json  verdict.json
 
 Needs no JAX, so that the agent and ``lockstep status`` start at once.
 """
@@ -17,14 +17,14 @@ from typing import Any
 
 from trainer.errors import InputRefused, SettingsRefused
 
-OUR_FILES = ("config.toml", "metrics.jsonl", "verdict.json", "findings.json", "trace.json", "report.html")
+OUR_FILES = ("config.toml", "metrics.jsonl", "verdict.json", "findings.json", "trace.json", "report.html", "run_id")
 OUR_DIRECTORIES = ("checkpoints", "attempts")
 LOCK = ".lock"
 REPLACED = ".replaced"
 """Where the run that ``--overwrite`` replaces waits until nothing can be refused any more."""
 REMOVED = ".removed"
 """What is being deleted."""
-BEFORE_THE_FIRST_STEP = frozenset({"attempts", "verdict.json", "checkpoints", LOCK, REPLACED, REMOVED})
+BEFORE_THE_FIRST_STEP = frozenset({"attempts", "verdict.json", "run_id", "checkpoints", LOCK, REPLACED, REMOVED})
 """What an attempt leaves that was refused before it had written its settings; that is no run yet, if the last of them
 is empty."""
 
@@ -53,6 +53,18 @@ class RunDir:
     @property
     def verdict(self) -> Path:
         return self.path / "verdict.json"
+
+    @property
+    def id(self) -> str:
+        """What ties checkpoints to this run wherever they lie: random letters and digits, "" before the first start."""
+        try:
+            return (self.path / "run_id").read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return ""
+
+    def write_id(self, run_id: str) -> None:
+        """Writes the run's ``id``, whole or not at all."""
+        write_text(self.path / "run_id", run_id + "\n")
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)

@@ -1,5 +1,6 @@
 """Everything that training changes, as one pytree, and how each part of it lies on the mesh."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,9 +51,9 @@ def trainable_part(parts: Parts, params: Any) -> Any:
     return optimizer.split(params, parts.trainable)[0]
 
 
-def create(parts: Parts, key: jax.Array) -> TrainState:
-    """A fresh state on one device; a pure function of ``key``."""
-    params, model_state = parts.task.init(key)
+def create(parts: Parts, key: jax.Array, start: Sequence[Any] | None = None) -> TrainState:
+    """A fresh state on one device; a pure function of ``key``, or of ``start``: (params, model_state) to begin with."""
+    params, model_state = start or parts.task.init(key)
     trainable = trainable_part(parts, params)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -82,13 +83,14 @@ def abstract(parts: Parts, mesh: Mesh) -> TrainState:
     return jax.tree.map(with_sharding, shapes, specs(shapes, mesh))
 
 
-def create_on_mesh(parts: Parts, mesh: Mesh, seed: int) -> TrainState:
-    """A fresh state on the mesh, sharded as ``specs`` says.
+def create_on_mesh(parts: Parts, mesh: Mesh, seed: int, start: Sequence[Any] | None = None) -> TrainState:
+    """A fresh state on the mesh, sharded as ``specs`` says; ``start``: (params, model_state) to begin with, in NumPy.
 
     It is computed on one device and copied, since a program for several devices may round differently: the initial
     parameters are the same for every number of devices.
     """
-    fresh = jax.jit(lambda: create(parts._replace(sync=optax.identity()), jax.random.key(seed)))()
+    exact = parts._replace(sync=optax.identity())
+    fresh = jax.jit(lambda start: create(exact, jax.random.key(seed), start))(start)
     # What the exchange keeps for each owner would not fit on one device; and it starts with nothing.
     shapes = abstract(parts, mesh)
     trainable, shardings = trainable_part(parts, shapes.params), jax.tree.map(lambda leaf: leaf.sharding, shapes.sync)

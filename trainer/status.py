@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config_file, metrics
+from trainer.checkpoint import catalog
 from trainer.config import Config
-from trainer.errors import InputRefused, SettingsRefused
+from trainer.errors import InputRefused
 from trainer.rundir import RunDir, last_attempt
 
 
@@ -28,7 +29,14 @@ def describe(run_dir: RunDir) -> dict[str, Any]:
         "message": verdict.get("message"),
         "train": newest.get("train"),
         "eval": newest.get("eval"),
+        "checkpoint": newest_checkpoint(config, run_dir),
     }
+
+
+def newest_checkpoint(config: Config, run_dir: RunDir) -> int | None:
+    """The step of the newest checkpoint that is complete, as far as sizes show; None if there is none."""
+    directory = catalog.location(catalog.directory_of(config, run_dir))
+    return next((entry.step for entry in catalog.entries(directory) if entry.is_good), None)
 
 
 def saved_settings(run_dir: RunDir) -> Config:
@@ -37,10 +45,7 @@ def saved_settings(run_dir: RunDir) -> Config:
     Raises:
         InputRefused: they cannot be read.
     """
-    try:
-        return config_file.load(run_dir.config)
-    except SettingsRefused as refusal:
-        raise InputRefused(f"{run_dir.path} holds damaged settings: {str(refusal).splitlines()[0]}") from None
+    return config_file.load_saved(run_dir.config)
 
 
 def read_verdict(path: Path) -> dict[str, Any]:

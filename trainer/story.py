@@ -1,14 +1,14 @@
 """What the banner and the closing summary say of a run, gathered from its pieces."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from trainer import state as states
 from trainer.assembly import Assembly
-from trainer.checkpoint import Checkpoints
-from trainer.display import Facts, Summary
+from trainer.checkpoint.store import Checkpoints, Restored, versions
+from trainer.display import Facts, Summary, plural
 from trainer.hooks import Recorder
 from trainer.metrics import Row
 from trainer.rundir import RunDir
@@ -122,6 +122,30 @@ def _exchange(pieces: Assembly) -> str:
     feedback = "with" if settings.error_feedback else "without"
     warmup = f", after {settings.warmup_steps:,} exact updates" if settings.warmup_steps else ""
     return f"{settings.codec} {where}, {feedback} error feedback{warmup}"
+
+
+def topology(pieces: Assembly) -> dict[str, int]:
+    """How the run is spread out, for a checkpoint to remember."""
+    mesh = pieces.mesh
+    return {"processes": jax.process_count(), "nodes": mesh.shape["node"], "devices_per_node": mesh.shape["local"]}
+
+
+def changes(restored: Restored, now: Mapping[str, int]) -> list[str]:
+    """A line about each thing that is not as it was when the checkpoint was saved: topology, residuals, versions."""
+    then, lines = restored.meta.get("topology", now), []
+    if dict(then) != dict(now):
+        lines.append(f"resumed on {_spread(now)}; the checkpoint was saved on {_spread(then)}")
+    if restored.residuals is not None:
+        old, new = restored.residuals
+        lines.append(f"residuals: each of the {new} owners starts from the mean of the {old} before")
+    before, after = restored.meta["versions"], versions()
+    other = [f"{name} {before.get(name)} -> {after[name]}" for name in after if before.get(name) != after[name]]
+    return [*lines, *([f"other versions than when the checkpoint was saved: {', '.join(other)}"] if other else [])]
+
+
+def _spread(topology: Mapping[str, int]) -> str:
+    nodes, local = topology["nodes"], topology["devices_per_node"]
+    return f"{plural(topology['processes'], 'process')}, {nodes} x {local} devices"
 
 
 def summary(

@@ -72,14 +72,18 @@ def check_task(subject: Subject, batch: Shapes, rows: int) -> None:
         )
 
 
-def check_evaluation(subject: Subject, batch: Shapes, rows: int) -> None:
-    """Checks ``evaluate`` on the shapes of a global batch of the test split; otherwise like ``check_task``."""
+def check_evaluation(subject: Subject, batch: Shapes, rows: int) -> tuple[str, ...]:
+    """Checks ``evaluate`` on the shapes of a global batch of the test split; otherwise like ``check_task``.
+
+    Returns the names of its metrics.
+    """
     params, model_state = _fresh(subject, batch)
     part = _with_rows(batch, rows)
     metrics = _trace(subject, "evaluate", batch, subject.task.evaluate, params, model_state, part)
     _check_metrics(subject, "evaluate", metrics, RESERVED_METRICS)
     if "loss" not in metrics:
         raise _refusal(subject, "evaluate", f"must return 'loss' among its metrics, which are {sorted(metrics)}")
+    return tuple(sorted(metrics))
 
 
 def _fresh(subject: Subject, batch: Shapes) -> tuple[Any, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from trainer import runtime
+from trainer import loop, runtime
 from trainer.assembly import assemble
+from trainer.checkpoint import shared
 from trainer.config import Config
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir, write_json
@@ -121,3 +122,10 @@ def vanish(config: Config, run_dir: RunDir, attempt: int, console: Console | Non
 
 def refuse(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
     raise SettingsRefused("refused")
+
+
+def unshared(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Trains with a checkpoint directory of each rank's own, and does not wait long for the others' marks."""
+    shared.SEEN_WITHIN_SECONDS = 2.0
+    own = config.checkpoint.model_copy(update={"directory": f"rank-{runtime.rank()}"})
+    loop.run(config.model_copy(update={"checkpoint": own}), run_dir, attempt, console)
