@@ -53,6 +53,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; start if none.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is there.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes on this host.")] = 1,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the workers again so often from the last checkpoint if one dies or is stuck.")
+    ] = 0,
     no_agent: Annotated[bool, typer.Option("--no-agent", help="Train in this very process, for a debugger.")] = False,
     init_from: Annotated[
         str, typer.Option(metavar="DIR", help="Start a new run from the parameters of a run or a checkpoint.")
@@ -73,7 +76,8 @@ def train(
         later = catalog.go_back(checkpoint_directory, from_step, directory.id)
         print(f"going back to step {from_step}; abandoned: {', '.join(map(str, later)) or 'none'}", flush=True)
     attempt = directory.begin_attempt(overwrite)
-    _run(Job(config_file.dump(config), str(directory.path), attempt, processes), here=no_agent)
+    job = Job(config_file.dump(config), str(directory.path), attempt, processes, max_restarts=max_restarts)
+    _run(job, here=no_agent)
 
 
 @app.command()

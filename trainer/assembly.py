@@ -18,6 +18,7 @@ from trainer.config import Config
 from trainer.data import Loader, open_source
 from trainer.data.source import FAULT
 from trainer.errors import InputRefused, SettingsRefused
+from trainer.resilience import faults
 from trainer.state import Parts, TrainState, abstract
 from trainer.step import Work
 from trainer.task import Task
@@ -31,6 +32,7 @@ class Assembly:
     config: the settings, with ``mesh.virtual_replicas`` made explicit.
     links:  what an exchange has to cross; profile: what ``sync.profile`` says of it.
     shapes: the train state's shapes, dtypes and shardings.
+    attempt: which one this is, for failures that are staged in one only.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class Assembly:
     shapes: TrainState
     links: sync.Links
     profile: sync.Profile | None
+    attempt: int = 1
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a global batch as the train program takes it."""
@@ -57,16 +60,13 @@ class Assembly:
         """This process's rows for ``step``, with what debugging adds, and without ids that nobody asked for."""
         debug = self.config.debug
         rows = {name: value for name, value in rows.items() if name != "example_id" or debug.log_example_ids}
-        if debug.faults:
-            hit = any(
-                fault.rank == jax.process_index() and fault.step <= step < fault.step + fault.num_steps
-                for fault in debug.faults
-            )
+        if any(fault.kind == "nan" for fault in debug.faults):
+            hit = faults.spoils(debug.faults, jax.process_index(), self.attempt, step)
             rows[FAULT] = np.full_like(rows["weight"], np.nan if hit else 0)
         return rows
 
 
-def assemble(config: Config) -> Assembly:
+def assemble(config: Config, attempt: int = 1) -> Assembly:
     """Builds the pieces; the backend has to be up.
 
     Raises:
@@ -113,6 +113,7 @@ def assemble(config: Config) -> Assembly:
         shapes=abstract(parts, mesh),
         links=links,
         profile=profile,
+        attempt=attempt,
     )
 
 

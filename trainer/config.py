@@ -289,12 +289,28 @@ class Sync(Settings):
 
 
 class Timeouts(Settings):
-    """Limits, in seconds."""
+    """Limits, in seconds, which the agent enforces from outside: a worker past one ends the run with code 5.
+
+    No two of them can contradict each other, for a worker that waits for another is allowed as long as that one is.
+    """
 
     init_seconds: Timeout = 300.0
-    """From a worker's start until all processes have met."""
+    """From a worker's start until all processes have met and their data are open."""
+    compile_seconds: Timeout = 1800.0
+    """For compiling the step and making the first state."""
+    step_seconds: Timeout = 300.0
+    """From one mark of a step (dispatched, completed) to the next."""
+    data_seconds: Timeout = 300.0
+    """For the next batch."""
+    eval_seconds: Timeout = 1800.0
+    """For an evaluation, with the compilation of its program."""
+    checkpoint_seconds: Timeout = 600.0
+    """For a save or a restore, as long as training waits for it."""
     shutdown_seconds: Timeout = 60.0
     """From the end of the work until a worker is gone."""
+    grace_seconds: Timeout = 60.0
+    """From SIGTERM, SIGINT, SIGHUP or SIGUSR1 until the state is saved and all have ended (code 75). Keep it below the
+    time that the scheduler leaves before it kills."""
 
 
 class Checkpoint(Settings):
@@ -332,17 +348,46 @@ class Observe(Settings):
     """A row in metrics.jsonl every so many steps."""
 
 
-class Fault(Settings):
-    """A failure that is staged on purpose."""
+FaultKind = Literal["kill", "stop", "raise", "sleep", "spin", "delay", "nan"]
+"""What can be staged; ``typing.get_args`` lists them."""
+PhaseName = Literal["init", "compile", "data", "step", "checkpoint", "eval", "shutdown"]
+"""What a worker can be busy with, in the order in which it happens; each has its limit in [timeouts]."""
 
-    kind: Literal["nan"]
-    """nan: the rank's contribution to that step becomes NaN."""
+
+class Fault(Settings):
+    """A failure that is staged on purpose, to prove that it is caught. It strikes as its phase begins."""
+
+    kind: FaultKind
+    """kill (SIGKILL), stop (SIGSTOP), raise (an exception), sleep (alive, never joins), spin (busy in C, holding the
+    interpreter lock), delay (late by ``seconds`` in every step from ``step`` on), nan (its contribution becomes NaN)."""
     rank: NonNegativeInt
     """The process in which it happens."""
-    step: PositiveInt
-    """The step it spoils (the first step is 1)."""
+    step: PositiveInt = 1
+    """The step in or after which it happens (the first step is 1); the first time that there is such a phase."""
+    phase: PhaseName = "step"
+    """What it happens in."""
+    seconds: NonNegativeFloat = 0.0
+    """How long a delay is, or a sleep; 0: a sleep without end."""
     num_steps: PositiveInt = 1
-    """For how many steps in a row."""
+    """For how many steps in a row, of nan."""
+    attempt: NonNegativeInt = 1
+    """The attempt in which it happens, so that a restarted run is spared; 0: in every one."""
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "Fault":
+        problems: list[str] = []
+        if self.kind == "nan" and self.phase != "step":
+            problems.append('phase: a nan is in a contribution, so its phase is "step"')
+        if self.kind != "nan" and self.num_steps != 1:
+            problems.append(f"num_steps: {self.kind} would ignore it; it is for nan")
+        if self.kind not in ("delay", "sleep") and self.seconds:
+            problems.append(f"seconds: {self.kind} would ignore it; it is for delay and sleep")
+        if self.kind == "delay" and not self.seconds:
+            problems.append("seconds: a delay needs how many")
+        if self.phase in ("init", "compile", "shutdown") and self.step != 1:
+            problems.append(f'step: the phase "{self.phase}" would ignore it, for it comes once; leave it out')
+        _refuse(problems)
+        return self
 
 
 class Debug(Settings):

@@ -47,3 +47,9 @@ class Halted(LockstepError):
     """The numbers cannot be trusted any more: non-finite, or replicas that differ (code 4)."""
 
     exit_code = ExitCode.HALTED
+
+
+class Preempted(LockstepError):
+    """The run was asked to end early, and has saved where it stands (code 75)."""
+
+    exit_code = ExitCode.PREEMPTED

@@ -8,6 +8,7 @@ from trainer.assembly import Assembly, task_batch_shapes
 from trainer.data import Batches, evaluation_batches, open_source
 from trainer.data.batches import read_batch, read_filler
 from trainer.metrics import Row, mean, merge
+from trainer.resilience import progress
 from trainer.state import TrainState
 from trainer.step import evaluation_program, params_to_evaluate
 from trainer.task_check import Subject, check_evaluation
@@ -40,6 +41,7 @@ class Evaluator:
             for batch in batches:
                 # Read one batch late: the device is never idle, and never has more than two programs to exchange in,
                 # for emulated devices that wait for each other in many of them take all threads and stop for good.
+                progress.current().tick()
                 before, pending = pending, self._program(params, state.model_state, meshes.place_rows(mesh, batch))
                 sums += [] if before is None else [jax.device_get(before)]
         total = merge([*sums, jax.device_get(pending)])

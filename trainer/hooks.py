@@ -15,6 +15,7 @@ from trainer.config import Optimizer
 from trainer.display import Display
 from trainer.errors import Halted
 from trainer.metrics import MetricsWriter, Row, mean
+from trainer.resilience import progress
 from trainer.state import TrainState
 from trainer.step import PackedReport, Report, read
 
@@ -161,7 +162,8 @@ class Recorder:
             self._read(*pending)
 
     def _read(self, step: int, report: PackedReport, notes: Row) -> None:
-        values = read(report)
+        with progress.current().awaiting(step):
+            values = read(report)
         self.pace.count(int(values.examples))
         skipped = values.consecutive_skips > 0
         if skipped or notes or values.example_ids is not None or self._is_due(step):

@@ -21,10 +21,11 @@ from trainer.checkpoint.catalog import Retention, Selection
 from trainer.checkpoint.store import Checkpoints, parameters
 from trainer.config import Config
 from trainer.display import Display, NullDisplay
-from trainer.errors import Halted, InputRefused, SettingsRefused
+from trainer.errors import Halted, InputRefused, Preempted, SettingsRefused
 from trainer.evaluation import Evaluator
 from trainer.hooks import Every, Hook, Moment, Recorder
 from trainer.metrics import MetricsWriter, Row
+from trainer.resilience import progress
 from trainer.rundir import RunDir
 from trainer.state import TrainState
 from trainer.step import train_program
@@ -51,7 +52,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
     is_new = runtime.agree("new run", not run_dir.config.is_file())[0]
     with ExitStack() as stack:
         display = stack.enter_context(Display(console, config.run.num_steps) if first and console else NullDisplay())
-        pieces = assemble(config)
+        pieces = assemble(config, attempt)
         evaluator = Evaluator(pieces)
         run_id = identity(run_dir, is_new)
         checkpoints = open_checkpoints(config, run_dir, run_id, evaluator)
@@ -60,9 +61,12 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         display.banner(facts(pieces, run_dir, attempt, found.step))
         for text in [*warnings(pieces), *found.warnings]:
             display.warning(text)
+        marks = progress.current()
+        marks.enter("compile")
         program = compile_step(pieces, display)
         state = starting_state(pieces, checkpoints, found, is_new, display)
         start = int(state.step)
+        marks.starts_at(start)
         # Only now that nothing was refused does the directory become a run's, or its settings change.
         writer = stack.enter_context(MetricsWriter(run_dir.metrics)) if first else None
         if first:
@@ -73,20 +77,26 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         checkpoints.note_scores(past_scores(config, run_dir, start))
         recorder = make_recorder(pieces, writer, display, attempt, start)
         evaluations: list[Row] = []
+        saves = Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt))
         hooks = (
             Every(config.debug.digest_every, digesting(recorder), at_end=False),
             Every(config.observe.log_every_steps, measuring_residuals(pieces, recorder)),
             Every(1, lambda moment: checkpoints.check()),
-            Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt)),
+            saves,
             Every(config.run.eval_every_steps, evaluating(evaluator, recorder, writer, display, attempt, evaluations)),
             Every(config.run.eval_every_steps, scoring(config, checkpoints, evaluations)),
+            stopping(saves),
         )
         batches = stack.enter_context(pieces.loader.iterate(start))
         try:
-            train(pieces, state, program, batches, recorder, hooks)
+            train(pieces, state, marks.dispatching(program), marks.reading(batches), recorder, hooks)
         except Halted:
-            with suppress(InputRefused):  # what halted the run came first
+            with suppress(InputRefused), marks.phase("checkpoint"):  # what halted the run came first
                 checkpoints.wait()  # every rank halts at the same step, so the save under way can still be completed
+            raise
+        except Preempted:
+            with marks.phase("checkpoint"):
+                checkpoints.wait()
             raise
         except OSError as error:
             if error.errno not in FULL:
@@ -94,7 +104,8 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
             raise InputRefused(
                 f"{run_dir.path} cannot be written: {error.strerror}; free space, then go on with --resume"
             ) from error
-        checkpoints.close()
+        with marks.phase("checkpoint"):
+            checkpoints.close()
         seconds = time.perf_counter() - begin
         display.summary(summary(pieces, recorder, evaluations, checkpoints, run_dir, seconds))
 
@@ -195,7 +206,8 @@ def starting_state(
             f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {config.run.num_steps}: "
             f"set run.num_steps to {newest} or more"
         )
-    restored = checkpoints.restore(newest, pieces.shapes)
+    with progress.current().phase("checkpoint"):
+        restored = checkpoints.restore(newest, pieces.shapes)
     pieces.loader.check_state(restored.data)
     for change in changes(restored, topology(pieces)):
         display.note(change)
@@ -280,7 +292,7 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, displ
 
     def hook(moment: Moment) -> None:
         recorder.flush()
-        with recorder.pace.paused():
+        with recorder.pace.paused(), progress.current().phase("checkpoint"):
             refuse_non_finite(states.trainable_part(pieces.parts, moment.state.params), moment.step)
             checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
         display.saving(moment.step, checkpoints.path(moment.step))
@@ -292,6 +304,24 @@ def scoring(config: Config, checkpoints: Checkpoints, rows: list[Row]) -> Hook:
     """A hook, after that which evaluates into ``rows``, by which the best checkpoints are known."""
     metric = config.checkpoint.best_metric
     return lambda moment: checkpoints.note_scores(catalog.scores_of(rows[-1:], metric))
+
+
+def stopping(saves: Every) -> Hook:
+    """A hook that ends the run after the step that the agent names, if it does; ``saves`` may have saved it already.
+
+    After the last step it never does: the run is completed then.
+
+    Raises:
+        Preempted: the state is being saved.
+    """
+
+    def hook(moment: Moment) -> None:
+        if not moment.last and progress.current().must_stop(moment.step):
+            if not saves.is_due(moment.step, last=False):
+                saves.function(moment)
+            raise Preempted(f"saved step {moment.step}")
+
+    return hook
 
 
 def evaluating(
@@ -306,7 +336,7 @@ def evaluating(
 
     def hook(moment: Moment) -> None:
         recorder.flush()
-        with recorder.pace.paused():
+        with recorder.pace.paused(), progress.current().phase("eval"):
             row = {"kind": "eval", "step": moment.step, "attempt": attempt, **evaluator(moment.state)}
         rows.append(row)
         if writer is not None:

@@ -21,15 +21,21 @@ from trainer.config import MOST_DEVICES, Mesh
 from trainer.errors import SettingsRefused
 from trainer.placement import Placement
 
-HEARTBEAT_SECONDS = 100
-"""A process that is lost is noticed by its agent; this only bounds the case that the agent is lost as well."""
+HEARTBEAT_SECONDS = 100.0
+"""How long JAX waits for a sign of life of a process, unless ``start`` is told otherwise."""
 
 CACHE_MIN_COMPILE_SECONDS = 0.1
 """Programs that compile faster are not worth a file."""
 
 
 def start(
-    mesh: Mesh, placement: Placement, *, init_seconds: float, shutdown_seconds: float, cache_dir: Path | None
+    mesh: Mesh,
+    placement: Placement,
+    *,
+    init_seconds: float,
+    shutdown_seconds: float,
+    cache_dir: Path | None,
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
 ) -> None:
     """Starts JAX in this process as ``placement`` says, with this process's share of the devices of ``mesh``.
 
@@ -38,6 +44,7 @@ def start(
     init_seconds:     limit on the wait for the other processes.
     shutdown_seconds: limit on the wait for them in ``stop``.
     cache_dir:        where compiled programs are kept for the next start (see ``cache_directory``); None: nowhere.
+    heartbeat_seconds: limit on the silence of a process, after which JAX aborts all.
 
     Raises:
         SettingsRefused: the devices cannot be shared out equally, a GPU is demanded and there is none, JAX cannot start
@@ -54,7 +61,7 @@ def start(
         keep_compiled_programs(cache_dir)
     if placement.num_processes > 1:
         local_ids = None if emulated else gpu_share(num_gpus, mesh, placement)
-        connect(placement, local_ids, init_seconds, shutdown_seconds)
+        connect(placement, local_ids, init_seconds, shutdown_seconds, heartbeat_seconds)
     if mesh.platform == "gpu":
         demand_gpu()
     elif not emulated:  # emulated devices start whatever JAX_PLATFORMS says
@@ -255,7 +262,11 @@ def keep_compiled_programs(directory: Path) -> None:
 
 
 def connect(
-    placement: Placement, local_device_ids: list[int] | None, init_seconds: float, shutdown_seconds: float
+    placement: Placement,
+    local_device_ids: list[int] | None,
+    init_seconds: float,
+    shutdown_seconds: float,
+    heartbeat_seconds: float,
 ) -> None:
     """Meets the other processes, with every argument given so that JAX detects nothing by itself."""
     # With the service on, SIGTERM would be swallowed: the worker would run on as if nothing had happened.
@@ -269,7 +280,7 @@ def connect(
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
             initialization_timeout=math.ceil(init_seconds),
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=math.ceil(heartbeat_seconds),
             shutdown_timeout_seconds=math.ceil(shutdown_seconds),
             # Elsewhere than on loopback JAX's own default stands: every address of this host.
             coordinator_bind_address=placement.coordinator if local else None,

@@ -1,97 +1,109 @@
 """The agent: starts the workers of this host, watches them, and ends all when one fails. It never loads JAX.
 
-Exit codes are the agent's. A worker reports through a pipe what became of it; where it cannot, its end is judged from
-outside. Nothing outlives the agent, not even when it is killed (see ``worker.die_with_agent``).
+Exit codes are the agent's. A worker reports through a pipe what became of it, and marks in shared memory how far it is;
+where it cannot, its end is judged from outside. Nothing outlives the agent, not even when it is killed (see
+``worker.die_with_agent``).
 """
 
 import os
-import selectors
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.config import Config
 from trainer.errors import ExitCode
-from trainer.launch.abort import describe_exit, explain_abort, last_lines, log_tail
-from trainer.launch.spec import Event, Job, WorkerSpec, parse
-from trainer.launch.verdict import Failure, Verdict, judge, record, say, tell
-from trainer.placement import Placement
+from trainer.launch import restarts
+from trainer.launch.abort import last_lines, log_tail
+from trainer.launch.processes import POLL_SECONDS, Worker, dump_stacks, end, kill, listen, reserved_port, spawn
+from trainer.launch.spec import HEEDED, Job
+from trainer.launch.verdict import Saved, Verdict, advice, judge, newest_checkpoint, record, say, tell
+from trainer.resilience.policy import RankView, Stuck, find_stuck, limits
+from trainer.resilience.preemption import Ask, Plan, advance
+from trainer.resilience.progress import RUN
 from trainer.rundir import RunDir
 
-POLL_SECONDS = 0.05
-PIPE_BYTES = 65536
-"""What a pipe can hold."""
 SETTLE_SECONDS = 0.5
 """After the first failure, how long to listen for others: the one noticed first need not be the cause."""
-TERM_SECONDS = 5.0
-"""From SIGTERM to SIGKILL."""
-LEAVE_SECONDS = 60.0
-"""From a worker's report that its work is done and saved until it must be gone."""
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclass
-class Worker:
-    """A worker process and what is known of it."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    report_fd: int
-    log: Path
-    received: bytes = b""
-    finished: Event | None = None
-    failure: Failure | None = None
-    swept: bool = False
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
+HALT_SECONDS = 10.0
+"""The same, where all ranks halt at the same step and may still be writing the checkpoint before it."""
 
 
 @dataclass
 class Signals:
-    """The signals that the agent was sent, in order, each with the time on the host's monotonic clock."""
+    """The signals that the agent was sent, in order."""
 
-    received: list[tuple[str, float]] = field(default_factory=list)
+    received: list[Ask] = field(default_factory=list)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append((signal.Signals(number).name, time.monotonic()))
+        self.received.append(Ask(signal.Signals(number).name, time.monotonic()))
+
+
+@dataclass
+class Watch:
+    """Why the workers of an attempt are watched no longer, if not because all are gone."""
+
+    plan: Plan = field(default_factory=Plan)
+    stuck: Stuck | None = None
+    settled: float = float("inf")
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` to its end and returns the exit code. Says why it failed on stderr, once, and in verdict.json."""
-    run_dir = RunDir(Path(job.run_dir))
-    attempt = job.attempt
-    with noting_signals() as signals, reserved_port() as port:
-        workers: list[Worker] = []
-        try:
-            for rank in range(job.num_processes):
-                workers.append(spawn(job, run_dir, rank, port))
-            watch(workers, signals)
-        finally:
-            end(workers, signals)
-            with suppress(OSError):
-                attempt = run_dir.restore_replaced(attempt)
+    """Runs ``job`` to its end and returns the exit code. Says why it failed on stderr, once, and in verdict.json.
+
+    An attempt that ends with a worker stuck or dead is followed by another, up to ``max_restarts`` times.
+    """
+    run_dir, config = RunDir(Path(job.run_dir)), Config.model_validate(tomllib.loads(job.config))
+    history = [step_of(newest_checkpoint(checkpoint_directory(config, run_dir)))]
+    with noting_signals() as signals:
+        while True:
+            workers: list[Worker] = []
+            try:
+                with reserved_port() as port:
+                    for rank in range(job.num_processes):
+                        workers.append(spawn(job, run_dir, rank, port))
+                    watch = watch_over(workers, signals, config)
+            finally:
+                end(workers)
+            verdict = conclude(workers, signals, watch, config, run_dir)
+            history.append(step_of(verdict.last_checkpoint))
+            again = restarts.decide(verdict.exit_code, history, job.max_restarts)
+            if not again.go or signals.received:
+                break
+            verdict = replace(verdict, advice=f"nothing: {again.why}")
+            record(verdict, run_dir, job.attempt)
+            announce(verdict, workers)
+            tell(again.why)
+            job = replace(job, attempt=run_dir.begin_attempt(), resume=True)
+    if again.why:
+        verdict = replace(verdict, message=f"{verdict.message}\n{again.why}")
+    return leave(verdict, workers, run_dir, job.attempt)
+
+
+def leave(verdict: Verdict, workers: Sequence[Worker], run_dir: RunDir, attempt: int) -> int:
+    """Writes and announces the last attempt's verdict, and returns its exit code."""
+    with suppress(OSError):
+        attempt = run_dir.restore_replaced(attempt)
     for worker in workers:
         worker.log = run_dir.log(attempt, worker.rank)
-    verdict = conclude(workers, signals)
     record(verdict, run_dir, attempt)
     announce(verdict, workers)
     return int(verdict.exit_code)
 
 
-def conclude(workers: Sequence[Worker], signals: Signals) -> Verdict:
-    failures = [worker.failure for worker in workers if worker.failure]
-    all_finished = all(worker.finished for worker in workers)
-    return judge(failures, None if all_finished or not signals.received else signals.received[0])
+def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
+    """Where the run's checkpoints are."""
+    return config.checkpoint.directory or str(run_dir.checkpoints)
+
+
+def step_of(saved: Saved | None) -> int | None:
+    return saved.step if saved else None
 
 
 @contextmanager
@@ -104,7 +116,7 @@ def noting_signals() -> Iterator[Signals]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    heeded = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in HEEDED if signal.getsignal(number) != signal.SIG_IGN]
     previous: dict[int, Any] = {number: signal.signal(number, signals.note) for number in heeded}
     try:
         yield signals
@@ -113,136 +125,64 @@ def noting_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port on loopback for the workers' coordinator, which no other run on this host gets meanwhile.
-
-    The socket is bound and stays so, but never listens. With SO_REUSEPORT, which the coordinator sets too, the
-    coordinator can bind beside it, while the kernel gives the port to nobody who asks for any free one.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
-
-
-def spawn(job: Job, run_dir: RunDir, rank: int, port: int) -> Worker:
-    """Starts one worker, its output going to its log."""
-    log = run_dir.log(job.attempt, rank)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    reader, writer = os.pipe()
-    display = os.dup(1) if rank == 0 else None
-    coordinator = f"127.0.0.1:{port}" if job.num_processes > 1 else ""
-    spec = WorkerSpec(job, Placement(rank, job.num_processes, coordinator), writer, display, os.getpid())
-    inherited = [writer] if display is None else [writer, display]
-    try:
-        with log.open("ab") as output:
-            # -P: a directory called 'trainer' where the user stands must not be taken for ours.
-            # A session of its own: Ctrl-C reaches the agent alone, and the worker's children can be ended with it.
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainer.launch.worker"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-    finally:
-        for fd in inherited:
-            os.close(fd)
-    os.set_blocking(reader, False)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # one that is gone already is noticed like any other
-        process.stdin.write(spec.dumps().encode())
-    return Worker(rank, process, reader, log)
-
-
-def watch(workers: Sequence[Worker], signals: Signals) -> None:
-    """Returns when all workers are gone, or a while after the first failure, or when a signal came."""
-    settled = float("inf")
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            selector.register(worker.report_fd, selectors.EVENT_READ, worker)
-        while any(worker.running for worker in workers) and not signals.received and time.monotonic() < settled:
-            for key, _ in selector.select(POLL_SECONDS):
-                if not receive(key.data):
-                    selector.unregister(key.fd)
-            for worker in workers:
-                reap(worker)
-            if any(worker.failure for worker in workers):
-                settled = min(settled, time.monotonic() + SETTLE_SECONDS)
-
-
-def receive(worker: Worker) -> bool:
-    """Takes in all that the worker has reported; False once its pipe is closed and empty."""
-    try:
-        chunk = os.read(worker.report_fd, PIPE_BYTES)
-    except BlockingIOError:
-        return True
-    *lines, worker.received = (worker.received + chunk).split(b"\n")
-    for line in lines:
-        note(worker, parse(line))
-    return bool(chunk)
-
-
-def note(worker: Worker, event: Event) -> None:
-    if event.event == "finished":
-        worker.finished = event
-    elif event.event == "failed" and worker.failure is None:
-        message = event.message if event.explained else f"rank {worker.rank} failed: {event.message}"
-        worker.failure = Failure(worker.rank, event.seconds, event.exit_code, message, event.explained)
-
-
-def reap(worker: Worker) -> None:
-    """Notes the worker's exit, if it has exited, and sweeps up its children; ends one that finished but stays."""
-    if worker.process.poll() is None:
-        if worker.finished and time.monotonic() > worker.finished.seconds + LEAVE_SECONDS:
-            kill(worker, signal.SIGKILL)
-        return
-    if worker.swept:
-        return
-    worker.swept = True
-    kill(worker, signal.SIGKILL)
-    receive(worker)  # its last words
-    if worker.finished or worker.failure:
-        return
-    code = worker.process.returncode
-    explanation = explain_abort(log_tail(worker.log))
-    exit_code = ExitCode.PROGRAM_FAULT if code >= 0 else ExitCode.DIED  # who ends by itself does so again
-    if explanation is not None:
-        exit_code = ExitCode.SETTINGS_REFUSED
-    worker.failure = Failure(
-        rank=worker.rank,
-        seconds=time.monotonic(),
-        exit_code=exit_code,
-        message=explanation or f"rank {worker.rank} {describe_exit(code)}",
-        explained=explanation is not None,
-        returncode=code,
-    )
-
-
-def end(workers: Sequence[Worker], signals: Signals) -> None:
-    """Ends every worker that still runs: SIGTERM, and SIGKILL after a while, or at a second signal."""
-    for worker in workers:
-        if worker.running:
-            kill(worker, signal.SIGTERM)
-    deadline = time.monotonic() + TERM_SECONDS
-    while any(worker.process.poll() is None for worker in workers):
-        if time.monotonic() > deadline or len(signals.received) > 1:
+def watch_over(workers: Sequence[Worker], signals: Signals, config: Config) -> Watch:
+    """Returns when all workers are gone, or have to go: a while after the first failure, stuck, or out of time."""
+    watch, allowed = Watch(), limits(config.timeouts)
+    while any(worker.running for worker in workers):
+        listen(workers, POLL_SECONDS)
+        dismiss(workers, config.timeouts.shutdown_seconds)
+        views, now = [worker.view() for worker in workers], time.monotonic()
+        if failures := [worker.failure for worker in workers if worker.failure]:
+            halted = all(failure.exit_code == ExitCode.HALTED for failure in failures)
+            watch.settled = min(watch.settled, now + (HALT_SECONDS if halted else SETTLE_SECONDS))
+        steer(workers, watch, asks_of(workers, signals), views, now, config.timeouts.grace_seconds)
+        if watch.plan.command == RUN and not failures:
+            watch.stuck = find_stuck(views, allowed, now)
+        if watch.stuck:
+            dump_stacks(workers)
+        if watch.stuck or watch.plan.ends or now > watch.settled:
             break
-        time.sleep(POLL_SECONDS)
+    return watch
+
+
+def steer(
+    workers: Sequence[Worker], watch: Watch, asks: Sequence[Ask], views: Sequence[RankView], now: float, grace: float
+) -> None:
+    """Tells the workers where to stop, if they are to."""
+    before, watch.plan = watch.plan, advance(watch.plan, asks, views, now, grace)
+    if watch.plan.command != before.command:
+        for worker in workers:
+            worker.block.command(watch.plan.command)
+
+
+def dismiss(workers: Sequence[Worker], shutdown_seconds: float) -> None:
+    """Ends workers that have done and saved everything, but do not go."""
     for worker in workers:
-        if worker.running:
+        if worker.running and worker.finished and time.monotonic() > worker.finished.seconds + shutdown_seconds:
             kill(worker, signal.SIGKILL)
-        worker.process.wait()
-        os.close(worker.report_fd)
 
 
-def kill(worker: Worker, number: signal.Signals) -> None:
-    """Signals the worker and its children. Its group carries its own process id."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, number)
+def asks_of(workers: Sequence[Worker], signals: Signals) -> list[Ask]:
+    """All signals that asked for an end, the earliest first."""
+    return sorted([*signals.received, *(ask for worker in workers for ask in worker.asks)], key=lambda ask: ask.seconds)
+
+
+def conclude(workers: Sequence[Worker], signals: Signals, watch: Watch, config: Config, run_dir: RunDir) -> Verdict:
+    """The verdict on an attempt whose workers are all gone."""
+    failures = [worker.failure for worker in workers if worker.failure]
+    saved = newest_checkpoint(checkpoint_directory(config, run_dir))
+    asks = asks_of(workers, signals)
+    finished = [worker.finished for worker in workers if worker.finished]
+    all_finished = len(finished) == len(workers)
+    verdict = judge([w.view() for w in workers], failures, watch.stuck, asks[0] if asks and not all_finished else None)
+    if all_finished and finished[0].exit_code == ExitCode.PREEMPTED:
+        reason = f"ended by {asks[0].signal} to {asks[0].to}" if asks else "ended early"
+        verdict = Verdict(ExitCode.PREEMPTED, f"{reason}: {finished[0].message}")
+    elif verdict.exit_code == ExitCode.PREEMPTED:
+        late = f": {failures[0].message}" if failures and not watch.plan.ends else f": {watch.plan.ends}"
+        kept = f"the newest checkpoint is of step {saved.step}" if saved else "there is no checkpoint"
+        verdict = replace(verdict, message=f"{verdict.message}{late if late != ': ' else ''}; {kept}")
+    return replace(verdict, last_checkpoint=saved, advice=advice(verdict.exit_code, saved))
 
 
 def announce(verdict: Verdict, workers: Sequence[Worker]) -> None:
@@ -254,7 +194,8 @@ def announce(verdict: Verdict, workers: Sequence[Worker]) -> None:
             os.write(1, b"\x1b[?25h")  # a progress line that was cut off has left the cursor hidden
     failure = verdict.failure
     if failure is not None and not failure.explained:
-        log = workers[failure.rank].log
-        say(last_lines(log_tail(log)))
-        tell(f"the log is {log}")
+        say(last_lines(log_tail(workers[failure.rank].log)))
+    if (failure is not None and not failure.explained) or verdict.exit_code == ExitCode.STUCK:
+        for view in verdict.culprits:
+            tell(f"the log is {workers[view.rank].log}")
     tell(verdict.message)

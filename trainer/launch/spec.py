@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.placement import Placement
+
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for an early end, of the agent or of a worker."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Job:
     attempt:       the number that ``RunDir.open`` returned; 0 if this is none, and leaves no verdict.
     num_processes: how many workers.
     resume:        whether the user asked to go on with an existing run.
+    max_restarts:  how often the agent starts the workers again after an end that is worth another try.
     entry:         import path of what the workers call: (config, run_dir, attempt, console, **args) -> None.
     args:          keywords for the entry, of kinds that JSON holds.
     """
@@ -27,6 +32,7 @@ class Job:
     attempt: int = 1
     num_processes: int = 1
     resume: bool = False
+    max_restarts: int = 0
     entry: str = "trainer.loop:run"
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -39,6 +45,8 @@ class WorkerSpec:
     report_fd:  inherited file descriptor for events.
     display_fd: inherited file descriptor of the agent's standard output, for rank 0; None for the others.
     agent_pid:  whom the worker must not outlive.
+    signal_fd:  inherited file descriptor for the numbers of signals that the worker is sent.
+    progress_fd: inherited file descriptor of the memory for its marks.
     """
 
     job: Job
@@ -46,6 +54,8 @@ class WorkerSpec:
     report_fd: int
     display_fd: int | None
     agent_pid: int
+    signal_fd: int
+    progress_fd: int
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -61,8 +71,8 @@ class Event:
     """One line from a worker to its agent.
 
     event:     "started" (JAX runs), "finished" (the work is done and saved) or "failed".
-    exit_code: of a failure, see ``errors.ExitCode``.
-    message:   of a failure, one line.
+    exit_code: of a failure, see ``errors.ExitCode``; of a worker that saved and stopped early, PREEMPTED.
+    message:   of either of these, one line.
     explained: whether the message says all that a user needs, so that no traceback has to be shown.
     seconds:   when, on the host's monotonic clock, which its processes share.
     """

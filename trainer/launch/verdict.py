@@ -1,14 +1,17 @@
-"""How an attempt ended, and who caused it."""
+"""How an attempt ended, who caused it, and what to do about it."""
 
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from trainer.errors import ExitCode
+from trainer.resilience import wording
+from trainer.resilience.policy import RankView, Stuck, at_step
+from trainer.resilience.preemption import Ask
 from trainer.rundir import RunDir, write_json
 
 DIED_WITH_US = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGUSR1)
@@ -18,9 +21,10 @@ DIED_WITH_US = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGUSR1
 class Failure:
     """The end of one worker that was not asked to end.
 
-    seconds:    when, on the host's monotonic clock.
-    explained:  whether ``message`` tells the user everything.
-    returncode: the process's, None if it reported the failure itself.
+    seconds:       when, on the host's monotonic clock.
+    explained:     whether ``message`` tells the user everything.
+    returncode:    the process's, None if it reported the failure itself.
+    noticed_after: seconds until the agent knew; of a process that died, since it was last seen alive.
     """
 
     rank: int
@@ -29,25 +33,49 @@ class Failure:
     message: str
     explained: bool
     returncode: int | None = None
+    noticed_after: float | None = None
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is complete."""
+
+    step: int
+    path: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of an attempt. ``failure`` is its cause, None if it completed or was ended from outside."""
+    """The outcome of an attempt.
+
+    culprits:             the ranks that caused it; none if it completed or was ended from outside.
+    failure:              of the worker that caused it, if one ended by itself.
+    last_checkpoint:      what the next attempt can go on from.
+    seconds_to_detection: from the cause until the agent knew.
+    advice:               what to do next.
+    """
 
     exit_code: ExitCode
     message: str
+    culprits: tuple[RankView, ...] = ()
     failure: Failure | None = None
+    last_checkpoint: Saved | None = None
+    seconds_to_detection: float | None = None
+    advice: str = ""
 
     def as_json(self, attempt: int) -> dict[str, Any]:
-        culprits = [self.failure.rank] if self.failure else []
-        host = socket.gethostname()
+        """What verdict.json holds."""
         return {
             "outcome": self.exit_code.name.lower(),
             "exit_code": int(self.exit_code),
             "attempt": attempt,
-            "culprits": [{"rank": rank, "host": host, "phase": None, "step": None} for rank in culprits],
+            "culprits": [
+                {"rank": view.rank, "host": view.host, "phase": view.marks.phase, "step": at_step(view.marks)}
+                for view in self.culprits
+            ],
             "message": self.message,
+            "last_checkpoint": self.last_checkpoint._asdict() if self.last_checkpoint else None,
+            "seconds_to_detection": self.seconds_to_detection,
+            "next": self.advice,
         }
 
 
@@ -70,6 +98,19 @@ def record(verdict: Verdict, run_dir: RunDir, attempt: int) -> None:
             write_json(directory / "verdict.json", verdict.as_json(attempt))
 
 
+def newest_checkpoint(directory: str) -> Saved | None:
+    """The newest complete checkpoint in a directory of this host's, by a look at names alone.
+
+    A checkpoint gets its name, the step, only once it is whole. None also for an object store, which is not asked.
+    """
+    path = Path(directory)
+    with suppress(OSError):
+        steps = [int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and any(entry.iterdir())]
+        if steps:
+            return Saved(max(steps), str(path / str(max(steps))))
+    return None
+
+
 def is_consequence(failure: Failure) -> bool:
     """Whether the failure is of a kind that the end of *another* worker brings about.
 
@@ -86,17 +127,42 @@ def cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (is_consequence(failure), failure.seconds))
 
 
-def judge(failures: Sequence[Failure], ended_by: tuple[str, float] | None) -> Verdict:
-    """The verdict, from all failures seen and the signal (name and time) that the agent itself was sent, if any.
+def judge(views: Sequence[RankView], failures: Sequence[Failure], stuck: Stuck | None, ask: Ask | None) -> Verdict:
+    """The verdict on an attempt that neither completed nor saved what it was asked to save.
 
-    What came first wins; but a scheduler signals all processes of a job at once, so a worker may die of it first.
+    What came first wins. But a scheduler signals all processes of a job at once, so a worker may die of it first.
+
+    failures: all that were seen.
+    stuck:    why the agent ended the run, if that was it.
+    ask:      the first signal that asked for an end, if any.
     """
-    if ended_by is not None:
-        name, seconds = ended_by
-        failures = [f for f in failures if f.seconds < seconds and f.returncode not in DIED_WITH_US]
+    if ask is not None:
+        failures = [f for f in failures if f.seconds < ask.seconds and f.returncode not in DIED_WITH_US]
         if not failures:
-            return Verdict(ExitCode.DIED, f"ended by {name}")
-    if not failures:
-        return Verdict(ExitCode.COMPLETED, "completed")
-    first = cause(failures)
-    return Verdict(ExitCode(first.exit_code), first.message, first)
+            return Verdict(ExitCode.PREEMPTED, f"ended by {ask.signal} to {ask.to}")
+    if failures:
+        first = cause(failures)
+        culprit = tuple(view for view in views if view.rank == first.rank)
+        code = ExitCode(first.exit_code)
+        return Verdict(code, first.message, culprit, first, seconds_to_detection=first.noticed_after)
+    if stuck is not None:
+        return Verdict(ExitCode.STUCK, wording.stuck(stuck), stuck.culprits, seconds_to_detection=stuck.seconds)
+    return Verdict(ExitCode.COMPLETED, "completed")
+
+
+def advice(code: ExitCode, saved: Saved | None) -> str:
+    """What to do after an attempt that ended with ``code``, with ``saved`` as its newest checkpoint."""
+    again = f"start it again with --resume: it goes on from step {saved.step}" if saved else "start it again"
+    match code:
+        case ExitCode.COMPLETED:
+            return "nothing"
+        case ExitCode.PROGRAM_FAULT:
+            return f"read the traceback in the culprit's log, mend the program, and {again}"
+        case ExitCode.SETTINGS_REFUSED | ExitCode.INPUT_REFUSED:
+            return "change what the message names, and start it again"
+        case ExitCode.HALTED:
+            return f"find out what the message names; then {again}"
+        case ExitCode.STUCK:
+            return f"read the stacks in the logs of the attempt, or raise the limit if it was only slow; then {again}"
+        case _:
+            return again

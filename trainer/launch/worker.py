@@ -19,10 +19,12 @@ from rich.console import Console
 
 from trainer import import_path, runtime
 from trainer.config import Config
-from trainer.errors import ExitCode, LockstepError, SettingsRefused
-from trainer.launch.spec import Event, Job, WorkerSpec, send
+from trainer.errors import ExitCode, LockstepError, Preempted, SettingsRefused
+from trainer.launch.spec import HEEDED, Event, Job, WorkerSpec, send
 from trainer.launch.verdict import Verdict, record, tell
 from trainer.placement import Placement
+from trainer.resilience import faults, progress
+from trainer.resilience.policy import limits
 from trainer.rundir import RunDir
 
 Entry = Callable[..., None]
@@ -31,24 +33,34 @@ Entry = Callable[..., None]
 PLAIN_WIDTH = 120
 """Columns where the display is not a terminal."""
 PR_SET_PDEATHSIG = 1
+MARGIN_SECONDS = 100.0
+"""How far JAX's own limits lie beyond ours."""
 
 
 def main() -> None:
     """Does what the spec on standard input says, reports the outcome to the agent, and ends the process."""
     spec = WorkerSpec.loads(sys.stdin.read())
     die_with_agent(spec.agent_pid)
-    for fd in (spec.report_fd, spec.display_fd):
+    for fd in (spec.report_fd, spec.display_fd, spec.signal_fd, spec.progress_fd):
         if fd is not None:
             os.set_inheritable(fd, False)
+    marks = progress.attach(spec.progress_fd)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    marks.listens()
+    pass_signals_on(spec.signal_fd)
+    finished = Event("finished")
     try:
         console = open_console(spec.display_fd)
-        work(spec.job, spec.placement, console, started=lambda: send(spec.report_fd, Event("started")))
+        try:
+            work(spec.job, spec.placement, console, started=lambda: send(spec.report_fd, Event("started")))
+        except Preempted as stopped:
+            finished = Event("finished", int(stopped.exit_code), str(stopped))
+        marks.enter("shutdown")
         runtime.stop()
     except BaseException as error:
         leave(spec.report_fd, failure_event(error))
-    send(spec.report_fd, Event("finished"))
+    send(spec.report_fd, finished)
 
 
 def run_here(job: Job) -> int:
@@ -75,16 +87,34 @@ def run_here(job: Job) -> int:
 def work(job: Job, placement: Placement, console: Console | None, started: Callable[[], None]) -> None:
     """Starts JAX and calls the job's entry."""
     config = Config.model_validate(tomllib.loads(job.config))
+    marks = progress.current()
+    marks.on_enter = faults.striker(config.debug.faults, placement.rank, job.attempt)
+    marks.enter("init")
+    # The agent holds us to the limits, and can say who is at fault; JAX's own only bound the loss of the agent as well.
+    longest = max(limits(config.timeouts).values()) + MARGIN_SECONDS
     runtime.start(
         config.mesh,
         placement,
-        init_seconds=config.timeouts.init_seconds,
-        shutdown_seconds=config.timeouts.shutdown_seconds,
+        init_seconds=longest,
+        shutdown_seconds=longest,
+        heartbeat_seconds=longest,
         cache_dir=runtime.cache_directory(os.environ),
     )
     started()
     entry: Entry = import_path.load(job.entry, "entry")
     entry(config, RunDir(Path(job.run_dir)), job.attempt, console, **job.args)
+
+
+def pass_signals_on(fd: int) -> None:
+    """Tells the agent, through ``fd``, of each signal that asks for an early end, and otherwise runs on.
+
+    The number is written at once, even while this thread is stuck in C. A signal that is ignored stays ignored.
+    """
+    signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+    for number in HEEDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
 
 
 class Display(io.FileIO):
