@@ -454,7 +454,7 @@ def test_the_schema_asks_for_needed_keys_only_without_extends():
     assert whole["if"] == {"not": {"required": ["extends"]}}
     assert whole["then"]["required"] == ["task", "data"]
     assert whole["then"]["properties"]["data"]["required"] == ["source", "global_batch"]
-    assert whole["$defs"]["Fault"]["required"] == ["kind", "rank", "step"]
+    assert whole["$defs"]["Fault"]["required"] == ["kind", "rank"]
 
 
 def test_making_a_schema_leaves_the_refusals_alone(write):

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ExitCode
-from trainer.launch import agent, worker
+from trainer.launch import agent, processes, worker
 from trainer.launch.abort import describe_exit, explain_abort
 from trainer.launch.spec import Event, Job, WorkerSpec, parse, send
-from trainer.launch.verdict import Failure, judge
+from trainer.launch.verdict import Failure, judge, newest_checkpoint
 from trainer.placement import Placement
+from trainer.resilience.policy import RankView, Stuck
+from trainer.resilience.preemption import Ask
+from trainer.resilience.progress import Marks
 from trainer.rundir import RunDir
 
 HERE = Path(__file__).parent / "multiprocess"
@@ -166,7 +170,7 @@ def test_the_first_failure_ends_all_and_is_told_once(tmp_path):
             assert "Traceback" in errors
             assert str(RunDir(Path(jobs[kind].run_dir)).log(1, 1)) in errors
         if kind == "kill":
-            assert "lockstep: rank 1 was killed by SIGKILL" in errors
+            assert f"lockstep: rank 1 (host {socket.gethostname()}) was killed by SIGKILL" in errors
 
 
 def test_nothing_stays_behind(tmp_path):
@@ -183,14 +187,15 @@ def test_nothing_stays_behind(tmp_path):
         killed.communicate(timeout=5)
 
     wait_until(lambda: not any(alive(pid) for group in pids[:3] for pid in group), 5)
-    assert "lockstep: ended by SIGINT" in agents[2].communicate(timeout=5)[1]
-    assert agents[2].returncode == ExitCode.DIED
+    ended = "ended by SIGINT to the agent: no step had been taken; there is no checkpoint"
+    assert f"lockstep: {ended}" in agents[2].communicate(timeout=5)[1]
+    assert agents[2].returncode == ExitCode.PREEMPTED
     verdict = read_json(RunDir(Path(jobs[2].run_dir)).verdict)
-    assert (verdict["message"], verdict["culprits"]) == ("ended by SIGINT", [])
+    assert (verdict["message"], verdict["culprits"], verdict["next"]) == (ended, [], "start it again")
     assert "was killed by SIGKILL" in agents[3].communicate(timeout=15)[1]
     assert agents[3].returncode == ExitCode.DIED
     assert not any(alive(pid) for pid in pids[3])
-    assert time.monotonic() - begin < 15  # of which 5.5 are for the stopped worker to react
+    assert time.monotonic() - begin < 15
 
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/full"])
@@ -207,14 +212,14 @@ def test_a_display_that_nobody_reads_goes_quiet(file):
     console.file.close()
 
 
-def python_worker(path: Path, code: str) -> agent.Worker:
+def python_worker(path: Path, code: str) -> processes.Worker:
     """A worker that is gone already, having run ``code`` and said nothing."""
     reader, writer = os.pipe()
     os.close(writer)
     os.set_blocking(reader, False)
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     process.wait()
-    return agent.Worker(0, process, reader, path / "log")
+    return processes.Worker(0, process, reader, path / "log")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +227,9 @@ def python_worker(path: Path, code: str) -> agent.Worker:
 )
 def test_who_ends_by_itself_without_a_word_is_at_fault(tmp_path, code, exit_code):
     gone = python_worker(tmp_path, code)
-    agent.reap(gone)
+    processes.reap(gone)
     os.close(gone.report_fd)
+    gone.block.close()
     assert gone.failure is not None
     assert gone.failure.exit_code == exit_code
 
@@ -303,18 +309,18 @@ def test_a_signal_that_the_agent_was_started_to_ignore_stays_ignored():
         with agent.noting_signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
-        assert [name for name, _ in signals.received] == ["SIGUSR1"]
+        assert [ask.signal for ask in signals.received] == ["SIGUSR1"]
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_spec_and_events_survive_the_way():
-    spec = WorkerSpec(Job("c", "r", 2, 3, True), Placement(1, 3, "127.0.0.1:1"), 5, None, 7)
+    spec = WorkerSpec(Job("c", "r", 2, 3, True), Placement(1, 3, "127.0.0.1:1"), 5, None, 7, 8, 9)
     assert WorkerSpec.loads(spec.dumps()) == spec
     reader, writer = os.pipe()
     event = Event("failed", 4, "ü\n" * 4000, explained=False)
     send(writer, event)
-    assert parse(os.read(reader, agent.PIPE_BYTES)) == event
+    assert parse(os.read(reader, processes.PIPE_BYTES)) == event
     os.close(reader)
     send(writer, event)
     os.close(writer)
@@ -337,16 +343,46 @@ TERMINATED = {"exit_code": 6, "message": "m", "explained": False, "returncode": 
         ([(0, 1.0, ABORTED), (1, 1.1, REFUSED)], None, 2, 1),
         ([(0, 1.0, REPORTED), (1, 1.1, ABORTED)], None, 1, 0),
         ([(0, 1.0, REFUSED), (1, 1.1, KILLED)], None, 2, 0),
-        ([], ("SIGTERM", 1.0), 6, None),
+        ([], ("SIGTERM", 1.0), 75, None),
         ([(1, 0.5, REFUSED)], ("SIGTERM", 1.0), 2, 1),
-        ([(1, 1.5, REFUSED)], ("SIGTERM", 1.0), 6, None),
-        ([(1, 0.9, TERMINATED)], ("SIGTERM", 1.0), 6, None),  # both were sent it
+        ([(1, 1.5, REFUSED)], ("SIGTERM", 1.0), 75, None),
+        ([(1, 1.5, KILLED)], ("SIGTERM", 1.0), 75, None),
+        ([(1, 0.5, KILLED)], ("SIGTERM", 1.0), 6, 1),
+        ([(1, 0.9, TERMINATED)], ("SIGTERM", 1.0), 75, None),  # both were sent it
     ],
 )
 def test_the_cause_is_told_from_its_consequences(failures, ended_by, code, rank):
-    verdict = judge([Failure(rank=r, seconds=s, **rest) for r, s, rest in failures], ended_by)
+    failed = [Failure(rank=r, seconds=s, **rest) for r, s, rest in failures]
+    verdict = judge(VIEWS, failed, None, Ask(*ended_by) if ended_by else None)
     assert verdict.exit_code == code
-    assert (verdict.failure.rank if verdict.failure else None) == rank
+    assert [view.rank for view in verdict.culprits] == ([] if rank is None else [rank])
+
+
+VIEWS = [RankView(rank, "h", Marks("step", dispatched=4)) for rank in range(2)]
+
+
+def test_a_verdict_says_all_that_scripts_ask_for():
+    verdict = judge(VIEWS, [], Stuck((VIEWS[1],), (VIEWS[0],), 20.0, 20.0), None)
+    assert verdict.as_json(attempt=3) == {
+        "outcome": "stuck",
+        "exit_code": 5,
+        "attempt": 3,
+        "culprits": [{"rank": 1, "host": "h", "phase": "step", "step": 5}],
+        "message": "rank 1 (host h) never entered step 5; rank 0 waited 20 s in step 5 (timeouts.step_seconds = 20)",
+        "last_checkpoint": None,
+        "seconds_to_detection": 20.0,
+        "next": "",
+    }
+
+
+def test_the_newest_checkpoint_is_a_whole_one(tmp_path):
+    assert newest_checkpoint(str(tmp_path / "none")) is None
+    assert newest_checkpoint("gs://bucket/run") is None
+    for name in ("4", "12", "20.orbax-checkpoint-tmp-1", "30"):
+        (tmp_path / name).mkdir()
+        if name != "30":
+            (tmp_path / name / "params").mkdir()
+    assert newest_checkpoint(str(tmp_path)) == (12, str(tmp_path / "12"))
 
 
 def test_what_xla_says_before_it_ends_the_process_is_understood():
