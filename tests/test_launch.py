@@ -314,6 +314,22 @@ def test_a_signal_that_the_agent_was_started_to_ignore_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("milliseconds", [60, 150, 300, 500])
+def test_ctrl_c_at_the_very_beginning_shows_no_traceback(tmp_path, milliseconds):
+    command = [sys.executable, "-X", "importtime", "-m", "trainer", "train", "digits_mlp", "--run-dir", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    STARTED.append(process)
+    assert process.stderr is not None
+    begun = ""
+    while not begun.endswith(" json\n"):  # the first import after the handler is set
+        begun = process.stderr.readline()
+    time.sleep(milliseconds / 1000)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert "Traceback" not in errors
+    assert process.returncode in (-signal.SIGINT, ExitCode.PREEMPTED), errors
+
+
 def test_spec_and_events_survive_the_way():
     spec = WorkerSpec(Job("c", "r", 2, 3, True), Placement(1, 3, "127.0.0.1:1"), 5, None, 7, 8, 9)
     assert WorkerSpec.loads(spec.dumps()) == spec

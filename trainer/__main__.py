@@ -1,9 +1,15 @@
 """The command line. Thin: each command reads settings, calls one function, and ends with its exit code."""
 
-import json
 import os
-import shutil
+import signal
 import sys
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep":
+    # Until the agent heeds it, Ctrl-C ends the program without a word, and not with a traceback from some import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import json
+import shutil
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -54,7 +60,8 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is there.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes on this host.")] = 1,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start the workers again so often from the last checkpoint if one dies or is stuck.")
+        int,
+        typer.Option(min=0, help="So often start again from the last checkpoint if a worker dies or is stuck."),
     ] = 0,
     no_agent: Annotated[bool, typer.Option("--no-agent", help="Train in this very process, for a debugger.")] = False,
     init_from: Annotated[

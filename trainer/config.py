@@ -359,7 +359,7 @@ class Fault(Settings):
 
     kind: FaultKind
     """kill (SIGKILL), stop (SIGSTOP), raise (an exception), sleep (alive, never joins), spin (busy in C, holding the
-    interpreter lock), delay (late by ``seconds`` in every step from ``step`` on), nan (its contribution becomes NaN)."""
+    interpreter lock), delay (late by ``seconds`` in every step from ``step`` on), nan (contributes NaN)."""
     rank: NonNegativeInt
     """The process in which it happens."""
     step: PositiveInt = 1

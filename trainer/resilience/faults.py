@@ -43,8 +43,7 @@ def striker(faults: Sequence[Fault], rank: int, attempt: int) -> Callable[[Phase
 def spoils(faults: Sequence[Fault], rank: int, attempt: int, step: int) -> bool:
     """Whether a nan is to be in this rank's contribution to ``step``."""
     return any(
-        fault.kind == "nan" and fault.step <= step < fault.step + fault.num_steps
-        for fault in of(faults, rank, attempt)
+        fault.kind == "nan" and fault.step <= step < fault.step + fault.num_steps for fault in of(faults, rank, attempt)
     )
 
 

@@ -50,11 +50,12 @@ def stuck(found: Stuck) -> str:
 
 
 def _culprits(found: Stuck) -> str:
-    marks = found.culprits[0].marks
-    if len(found.culprits) > 1:
+    culprit, *others = found.culprits
+    marks = culprit.marks
+    if others:
         names = ranks(found.culprits)
         return f"{names} all stood still {where(marks)} for {found.seconds:.0f} s: which is at fault cannot be told"
-    name, step = who(found.culprits[0]), at_step(marks)
+    name, step = who(culprit), at_step(marks)
     if marks.phase == "step" and not marks.awaited:
         return f"{name} never entered step {step}"
     if marks.phase == "step":

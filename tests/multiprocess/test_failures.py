@@ -1,0 +1,98 @@
+"""Every failure, in every phase, over real processes: all end in time, the right one is blamed, and nothing remains."""
+
+import itertools
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+from scenario import Result, Run
+
+LIMIT_SECONDS = {"init": 20.0}
+OTHER_LIMIT_SECONDS = 3.0
+CODES = {"kill": 6, "raise": 1, "stop": 5, "sleep": 5, "spin": 5}
+STEPS = {"init": None, "compile": None, "data": 3, "step": 3, "eval": 3, "checkpoint": 4, "shutdown": 6}
+CHECKPOINTS = {"init": [], "compile": [], "shutdown": [2, 4, 6]}
+
+
+class Cell(NamedTuple):
+    """A failure of rank 1 in a run over so many processes."""
+
+    kind: str
+    phase: str
+    processes: int = 2
+
+    @property
+    def limit_seconds(self) -> float:
+        return LIMIT_SECONDS.get(self.phase, OTHER_LIMIT_SECONDS)
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self))
+
+    def run(self, path) -> Result:
+        """Runs it; the result's seconds count from the failure."""
+        step = STEPS[self.phase] if self.phase not in ("init", "compile", "shutdown") else 1
+        fault = f'debug.faults=[{{kind="{self.kind}", rank=1, step={step}, phase="{self.phase}"}}]'
+        limit = f"timeouts.{self.phase}_seconds={self.limit_seconds}"
+        run = Run(path / self.name, self.processes, settings=[fault, limit])
+        run.wait_for(run.logged("debug.faults: ", rank=1))
+        return run.finish(since=time.monotonic())
+
+
+DEFAULT = [
+    *(Cell("sleep", "init"), Cell("kill", "init"), Cell("raise", "compile"), Cell("spin", "compile")),
+    *(Cell("sleep", "step"), Cell("stop", "step"), Cell("spin", "eval"), Cell("kill", "eval")),
+    *(Cell("stop", "checkpoint"), Cell("raise", "checkpoint"), Cell("sleep", "shutdown"), Cell("kill", "shutdown")),
+]
+"""Every fault and every phase."""
+ALL = [
+    Cell(kind, phase, processes)
+    for processes, kind, phase in itertools.product(
+        (2, 4), CODES, ("init", "compile", "data", "step", "checkpoint", "eval", "shutdown")
+    )
+]
+CELLS = [
+    pytest.param(cell, id=cell.name, marks=[] if cell in DEFAULT else pytest.mark.slow)
+    for cell in sorted(ALL, key=lambda cell: (cell.phase != "init", cell.processes))
+]
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """The results of the cells that were asked for; three at a time, for most only wait."""
+    path = tmp_path_factory.mktemp("cells")
+    chosen = [item.callspec.params["cell"] for item in request.session.items if "results" in item.fixturenames]
+    with ThreadPoolExecutor(3) as pool:
+        futures: dict[Cell, Future[Result]] = {cell: pool.submit(cell.run, path) for cell in chosen}
+        yield futures
+        for future in futures.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_failure_ends_all_in_time_and_blames_the_right_rank(results, cell):
+    result = results[cell].result(timeout=600)
+    verdict = result.verdict
+    assert result.code == verdict["exit_code"] == CODES[cell.kind], result.errors
+    assert result.seconds < (cell.limit_seconds if CODES[cell.kind] == 5 else 0) + 10
+    (culprit,) = verdict["culprits"]
+    assert (culprit["rank"], culprit["phase"], culprit["step"]) == (1, cell.phase, STEPS[cell.phase]), result.errors
+    assert verdict["message"].startswith(f"rank 1 (host {culprit['host']}) ")
+    assert f"lockstep: {verdict['message']}" in result.errors
+    assert len(result.pids) == cell.processes
+    assert result.orphans() == []
+    whole = CHECKPOINTS.get(cell.phase, [2])
+    if cell.kind == "sleep" or cell.phase == "shutdown":
+        assert result.checkpoints == whole
+    else:  # the save of step 2 was perhaps under way, or that of step 4 went on while stacks were printed
+        assert set(result.checkpoints) <= {*whole, 4}
+    newest = max(result.checkpoints, default=None)
+    assert verdict["last_checkpoint"] == (
+        None if newest is None else {"step": newest, "path": str(result.path / "checkpoints" / str(newest))}
+    )
+    if CODES[cell.kind] == 5:
+        assert cell.limit_seconds < verdict["seconds_to_detection"] < cell.limit_seconds + 5
+        for rank in range(cell.processes):
+            assert "most recent call first" in result.log(rank), rank
+        assert ("had been stopped" in verdict["message"]) == (cell.kind == "stop")
