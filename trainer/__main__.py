@@ -6,7 +6,8 @@ import sys
 
 if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep":
     # Until the agent heeds it, Ctrl-C ends the program without a word, and not with a traceback from some import.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import json
 import shutil
@@ -220,6 +221,8 @@ def _run(job: Job, *, here: bool) -> None:
     if here:
         from trainer.launch.worker import run_here  # only now: the agent does not load JAX
 
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         raise typer.Exit(run_here(job))
     raise typer.Exit(agent.run(job))
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from scenario import Result, Run
+from scenario import Result, Run, run
 
 LIMIT_SECONDS = {"init": 20.0}
 OTHER_LIMIT_SECONDS = 3.0
@@ -96,3 +96,35 @@ def test_a_failure_ends_all_in_time_and_blames_the_right_rank(results, cell):
         for rank in range(cell.processes):
             assert "most recent call first" in result.log(rank), rank
         assert ("had been stopped" in verdict["message"]) == (cell.kind == "stop")
+
+
+HEALTHY = {  # name: settings of a run in which a rank is late, and yet within its limit
+    "a job of rank 0 alone that is longer than a step may be": [
+        'debug.faults=[{kind="sleep", rank=0, step=3, phase="eval", seconds=8.0}]',
+        "timeouts.step_seconds=4.0",
+    ],
+    **{
+        f"40 s late, {algorithm}": [
+            'debug.faults=[{kind="sleep", rank=1, step=3, seconds=40.0}]',
+            "timeouts.step_seconds=120.0",
+            f'sync.algorithm="{algorithm}"',
+        ]
+        for algorithm in ("xla", "ring", "tree", "hierarchical", "central")
+    },
+    **{
+        f"40 s late in {phase}": [
+            f'debug.faults=[{{kind="sleep", rank=1, step={STEPS[phase]}, phase="{phase}", seconds=40.0}}]',
+            f"timeouts.{phase}_seconds=120.0",
+        ]
+        for phase in ("eval", "checkpoint")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("40 s") else []) for name in HEALTHY]
+)
+def test_who_is_slow_but_within_the_limit_is_left_alone(tmp_path, name):
+    result = run(tmp_path / "run", 2, settings=HEALTHY[name])
+    assert result.code == 0, result.errors
+    assert result.checkpoints == [2, 4, 6]

@@ -32,7 +32,7 @@ def unbroken(path: Path) -> Result:
 def in_a_step(path: Path, targets=(1,), number=signal.SIGUSR1, processes=2) -> tuple[Result, Result]:
     """Signals while steps are taken; then goes on."""
     first = Run(path, processes, settings=paced())
-    assert first.wait_for(first.recorded(step=3))
+    assert first.wait_for(first.recorded(step=1))
     first.signal(number, targets)
     stopped = first.finish(since=time.monotonic())
     return stopped, run(path, processes, ["--resume"])
@@ -161,7 +161,7 @@ def test_all_save_the_same_step_and_the_rest_is_the_unbroken_run(results, scenar
     stopped, resumed = results[scenario].result(timeout=600)
     check_stopped(stopped)
     step = stopped.checkpoints[-1]
-    assert 4 <= step < 6
+    assert 2 <= step < 6
     assert f": saved step {step}" in stopped.verdict["message"]
     assert resumed.code == 0, resumed.errors
     whole = results["unbroken"].result(timeout=600)
@@ -187,8 +187,10 @@ def test_a_signal_while_compiling_ends_at_once(results, scenario):
 
 
 @named("in data")
-def test_a_signal_before_the_first_batch_ends_at_once(results, scenario):
-    test_a_signal_before_the_first_step_ends_at_once(results, scenario)
+def test_a_signal_while_a_batch_is_late_waits_for_it(results, scenario):
+    result = results[scenario].result(timeout=600)
+    check_stopped(result)
+    assert result.checkpoints[-1] in (1, 2)  # the other rank has entered the first step
 
 
 @named("in checkpoint")

@@ -74,7 +74,7 @@ def run(job: Job) -> int:
             verdict = conclude(workers, signals, watch, config, run_dir)
             history.append(step_of(verdict.last_checkpoint))
             again = restarts.decide(verdict.exit_code, history, job.max_restarts)
-            if not again.go or signals.received:
+            if not again.go or asks_of(workers, signals):
                 break
             verdict = replace(verdict, advice=f"nothing: {again.why}")
             record(verdict, run_dir, job.attempt)
