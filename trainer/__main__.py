@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep":
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
+    __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep"
+):
     # Until the agent heeds it, Ctrl-C ends the program without a word, and not with a traceback from some import.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import json
 import shutil
