@@ -63,15 +63,7 @@ def run(job: Job) -> int:
     history = [step_of(newest_checkpoint(checkpoint_directory(config, run_dir)))]
     with noting_signals() as signals:
         while True:
-            workers: list[Worker] = []
-            try:
-                with reserved_port() as port:
-                    for rank in range(job.num_processes):
-                        workers.append(spawn(job, run_dir, rank, port))
-                    watch = watch_over(workers, signals, config)
-            finally:
-                end(workers)
-            verdict = conclude(workers, signals, watch, config, run_dir)
+            verdict, workers = run_attempt(job, run_dir, config, signals)
             history.append(step_of(verdict.last_checkpoint))
             again = restarts.decide(verdict.exit_code, history, job.max_restarts)
             if not again.go or asks_of(workers, signals):
@@ -81,9 +73,26 @@ def run(job: Job) -> int:
             announce(verdict, workers)
             tell(again.why)
             job = replace(job, attempt=run_dir.begin_attempt(), resume=True)
-    if again.why:
+    if again.why and not again.go:
         verdict = replace(verdict, message=f"{verdict.message}\n{again.why}")
     return leave(verdict, workers, run_dir, job.attempt)
+
+
+def run_attempt(job: Job, run_dir: RunDir, config: Config, signals: Signals) -> tuple[Verdict, list[Worker]]:
+    """Starts the workers, watches them to their end, and judges. All are gone afterwards."""
+    workers: list[Worker] = []
+    try:
+        with reserved_port() as port:
+            for rank in range(job.num_processes):
+                workers.append(spawn(job, run_dir, rank, port))
+            watch = watch_over(workers, signals, config)
+    except BaseException:
+        with suppress(OSError):
+            run_dir.restore_replaced(job.attempt)
+        raise
+    finally:
+        end(workers)
+    return conclude(workers, signals, watch, config, run_dir), workers
 
 
 def leave(verdict: Verdict, workers: Sequence[Worker], run_dir: RunDir, attempt: int) -> int:
