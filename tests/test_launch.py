@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +196,15 @@ def test_nothing_stays_behind(tmp_path):
     assert agents[3].returncode == ExitCode.DIED
     assert not any(alive(pid) for pid in pids[3])
     assert time.monotonic() - begin < 15
+
+
+@pytest.mark.slow
+def test_limits_are_for_training_alone(tmp_path):
+    job = make_job(tmp_path, "outlive", 1)
+    limited = replace(job, config=job.config + "\ntimeouts.init_seconds = 15.0\n")
+    start = time.monotonic()
+    assert agent.run(limited) == 0
+    assert time.monotonic() - start > 30
 
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/full"])

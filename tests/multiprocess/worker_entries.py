@@ -129,3 +129,8 @@ def unshared(config: Config, run_dir: RunDir, attempt: int, console: Console | N
     shared.SEEN_WITHIN_SECONDS = 2.0
     own = config.checkpoint.model_copy(update={"directory": f"rank-{runtime.rank()}"})
     loop.run(config.model_copy(update={"checkpoint": own}), run_dir, attempt, console)
+
+
+def outlive(config: Config, run_dir: RunDir, attempt: int, console: Console | None) -> None:
+    """Takes longer than any limit, leaving no marks."""
+    time.sleep(2 * config.timeouts.init_seconds)

@@ -61,8 +61,7 @@ class Worker:
         """What is known of it now. One whose marks can be read no more keeps its last."""
         if self.block.fd >= 0:
             self.marks = self.block.marks()
-        # One that has finished is still watched until it is gone: it too has to leave within its limit.
-        done = self.failure is not None or not self.running
+        done = bool(self.failure or self.finished or not self.running or self.marks.unlimited)
         return RankView(self.rank, socket.gethostname(), self.marks, done, self.running and is_stopped(self))
 
 

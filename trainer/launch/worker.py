@@ -101,6 +101,8 @@ def work(job: Job, placement: Placement, console: Console | None, started: Calla
         cache_dir=runtime.cache_directory(os.environ),
     )
     started()
+    if job.entry != Job.entry:
+        marks.unlimited()
     entry: Entry = import_path.load(job.entry, "entry")
     entry(config, RunDir(Path(job.run_dir)), job.attempt, console, **job.args)
 

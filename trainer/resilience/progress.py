@@ -33,7 +33,8 @@ class Word(IntEnum):
     COMPLETED = 6
     HELD = 7
     LISTENS = 8
-    COMMAND = 9
+    UNLIMITED = 9
+    COMMAND = 10
 
 
 BLOCK_BYTES = 8 * len(Word)
@@ -51,6 +52,7 @@ class Marks(NamedTuple):
     completed:  the last step that it knows the end of.
     held:       whether it stands between two steps until it is told where to stop.
     listens:    whether it prints its stacks when asked to.
+    unlimited:  whether it does something that no limit is meant for.
     """
 
     phase: PhaseName = "init"
@@ -62,6 +64,7 @@ class Marks(NamedTuple):
     completed: int = 0
     held: bool = False
     listens: bool = False
+    unlimited: bool = False
 
 
 class Block:
@@ -94,6 +97,7 @@ class Block:
             completed=words[Word.COMPLETED],
             held=bool(words[Word.HELD]),
             listens=bool(words[Word.LISTENS]),
+            unlimited=bool(words[Word.UNLIMITED]),
         )
 
     def command(self, value: int) -> None:
@@ -151,6 +155,10 @@ class Progress:
     def listens(self) -> None:
         """Marks that stacks are printed when asked for."""
         self._mark(Word.LISTENS, 1)
+
+    def unlimited(self) -> None:
+        """Marks that from now on it does something that no limit is meant for, and leaves no marks of it."""
+        self._mark(Word.UNLIMITED, 1)
 
     def starts_at(self, step: int) -> None:
         """Marks the step that training goes on from."""
