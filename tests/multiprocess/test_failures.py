@@ -62,7 +62,8 @@ CELLS = [
 def results(request, tmp_path_factory):
     """The results of the cells that were asked for; three at a time, for most only wait."""
     path = tmp_path_factory.mktemp("cells")
-    chosen = [item.callspec.params["cell"] for item in request.session.items if "results" in item.fixturenames]
+    items = [item for item in request.session.items if "results" in item.fixturenames and item.path == request.path]
+    chosen = [item.callspec.params["cell"] for item in items]
     with ThreadPoolExecutor(3) as pool:
         futures: dict[Cell, Future[Result]] = {cell: pool.submit(cell.run, path) for cell in chosen}
         yield futures
