@@ -83,14 +83,14 @@ def keeping(mesh, *, axes, devices_per_node, reduce):
         def owned(owners):
             return jax.tree.map(lambda leaf: jnp.zeros((owners, *leaf.shape)), params)
 
-        return SyncState(owned(num_replicas // devices_per_node), owned(num_replicas))
+        return SyncState(by_node=owned(num_replicas // devices_per_node), by_replica=owned(num_replicas))
 
     def update(updates, state, params=None):
         del params
         index = jax.lax.axis_index(axes)
         by_node = jax.tree.map(lambda kept: kept + index // devices_per_node, state.by_node)
         by_replica = jax.tree.map(lambda kept, given: kept + given[None] + index, state.by_replica, updates)
-        return inner.update(updates, ())[0], SyncState(by_node, by_replica)
+        return inner.update(updates, ())[0], SyncState(by_node=by_node, by_replica=by_replica)
 
     return optax.GradientTransformation(init, update)
 
@@ -106,7 +106,7 @@ def test_what_an_exchange_keeps_for_each_owner_survives(nodes, local):
     assert kept.by_replica["w"].shape == (nodes * local, 2)
     assert len({row.tobytes() for row in kept.by_replica["w"]}) == nodes * local
     assert_same(runs[0].state, runs[1].state)
-    specs = state.specs(runs[1].state)
+    specs = state.specs(runs[1].state, mesh_of(nodes, local))
     expected = jax.tree.map(lambda spec: NamedSharding(runs[1].mesh, spec), specs.sync)
     assert jax.tree.map(lambda leaf: leaf.sharding, runs[1].state.sync) == expected
 
