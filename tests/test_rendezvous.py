@@ -1,4 +1,4 @@
-"""Agents that meet: over real sockets on loopback, each on a thread of its own; on an injected clock where time counts."""
+"""Agents that meet: over real sockets on loopback, each on a thread; on an injected clock where time counts."""
 
 import json
 import random

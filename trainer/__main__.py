@@ -25,7 +25,7 @@ from trainer.checkpoint import catalog, table
 from trainer.config import Config
 from trainer.errors import ExitCode, InputRefused, LockstepError, SettingsRefused
 from trainer.evidence import options
-from trainer.launch import agent
+from trainer.launch import agent, clusters
 from trainer.launch.spec import Job
 from trainer.rundir import RunDir, default_run_dir
 from trainer.status import describe, saved_settings
@@ -65,6 +65,13 @@ def train(
         int,
         typer.Option(min=0, help="So often start again from the last checkpoint if a worker dies or is stuck."),
     ] = 0,
+    num_hosts: Annotated[
+        int | None, typer.Option(help="Hosts of the run; each starts this command.")
+    ] = None,
+    host_index: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A free port on host 0, where the hosts meet.")
+    ] = None,
     no_agent: Annotated[bool, typer.Option("--no-agent", help="Train in this very process, for a debugger.")] = False,
     init_from: Annotated[
         str, typer.Option(metavar="DIR", help="Start a new run from the parameters of a run or a checkpoint.")
@@ -73,20 +80,25 @@ def train(
         int | None, typer.Option(min=1, help="With --resume: go back to this step's checkpoint; abandon later ones.")
     ] = None,
 ) -> None:
-    """Train CONFIG."""
+    """Train CONFIG. Under SLURM, Kubernetes or Open MPI the hosts need not be given."""
+    place = clusters.locate(os.environ, clusters.Options(num_hosts, host_index, rendezvous))
+    os.environ.pop(clusters.TOKEN, None)  # the workers have no business with it
     config = starting_from(_load(config_path, overrides), init_from)
+    if no_agent and place.num_hosts > 1:
+        raise SettingsRefused(f"--no-agent runs on one host, not on {place.num_hosts}: give --num-hosts 1")
     if from_step is not None and not resume:
         raise SettingsRefused(f"--from-step {from_step}: only with --resume can a run go back to an older step")
-    directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
+    if place.host_index == 0:
+        directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
+    else:  # host 0 claims it for all
+        directory = RunDir(run_dir or default_run_dir(config.run.name))
     if resume and directory.config.is_file():
         config = config_file.continued(saved_settings(directory), config)
-    if from_step is not None:
-        checkpoint_directory = catalog.location(catalog.directory_of(config, directory))
-        later = catalog.go_back(checkpoint_directory, from_step, directory.id)
-        print(f"going back to step {from_step}; abandoned: {', '.join(map(str, later)) or 'none'}", flush=True)
-    attempt = directory.begin_attempt(overwrite)
+    if from_step is not None and place.host_index == 0:
+        go_back(config, directory, from_step)
+    attempt = directory.begin_attempt(overwrite) if place.host_index == 0 else 0
     job = Job(config_file.dump(config), str(directory.path), attempt, processes, max_restarts=max_restarts)
-    _run(job, here=no_agent)
+    _run(job, place, here=no_agent)
 
 
 @app.command()
@@ -211,6 +223,13 @@ def _load(path: str, overrides: list[str] | None) -> Config:
     return config_file.load(path, overrides or (), search=[shipped])
 
 
+def go_back(config: Config, directory: RunDir, step: int) -> None:
+    """Abandons the checkpoints of ``directory`` that are later than ``step``, and says which."""
+    checkpoints = catalog.location(catalog.directory_of(config, directory))
+    later = catalog.go_back(checkpoints, step, directory.id)
+    print(f"going back to step {step}; abandoned: {', '.join(map(str, later)) or 'none'}", flush=True)
+
+
 def starting_from(config: Config, source: str) -> Config:
     """``config`` with ``checkpoint.init_from`` as --init-from gives it, its path absolute."""
     source = source or config.checkpoint.init_from
@@ -218,14 +237,14 @@ def starting_from(config: Config, source: str) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": absolute})})
 
 
-def _run(job: Job, *, here: bool) -> None:
+def _run(job: Job, place: clusters.Place | None = None, *, here: bool) -> None:
     if here:
         from trainer.launch.worker import run_here  # only now: the agent does not load JAX
 
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         raise typer.Exit(run_here(job))
-    raise typer.Exit(agent.run(job))
+    raise typer.Exit(agent.run(job, place))
 
 
 def _measure(config: Config, entry: str, processes: int, args: dict[str, Any]) -> None:

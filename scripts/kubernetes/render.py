@@ -33,7 +33,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cpu", default="2", help="CPUs of each pod (default: 2)")
     parser.add_argument("--memory", default="8Gi", help="memory of each pod (default: 8Gi)")
     parser.add_argument("--port", type=int, default=29400, help="of the rendezvous (default: 29400)")
-    parser.add_argument("--retries", type=int, default=None, help="failed pods that are made up for (default: 10 x hosts)")
+    parser.add_argument(
+        "--retries", type=int, default=None, help="failed pods that are made up for (default: 10 x hosts)"
+    )
     parser.add_argument("--grace-seconds", type=int, default=90, help="from SIGTERM to SIGKILL (default: 90)")
     parser.add_argument("train", nargs="+", metavar="-- CONFIG [options]", help="arguments of lockstep train")
     options = parser.parse_args(argv)

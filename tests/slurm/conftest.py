@@ -88,7 +88,9 @@ class Slurm:
         (self.work / f"spool-host{index}").mkdir(exist_ok=True)
         # A host of the lab has a /sys of its own; slurmd wants to see some cgroups in it, though it uses none.
         hide = 'mount -t tmpfs none /sys/fs/cgroup && exec "$0" "$@"'
-        self.daemon(index, "sh", "-c", hide, which("slurmd"), "-D", "-N", f"host{index}", "-f", str(self.work / "slurm.conf"))
+        self.daemon(
+            index, "sh", "-c", hide, which("slurmd"), "-D", "-N", f"host{index}", "-f", str(self.work / "slurm.conf")
+        )
 
     @property
     def env(self) -> dict[str, str]:

@@ -12,27 +12,30 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainer.config import Config
-from trainer.errors import ExitCode
-from trainer.launch import restarts
+from trainer.errors import ExitCode, LockstepError
+from trainer.launch import rendezvous, restarts
 from trainer.launch.abort import last_lines, log_tail
-from trainer.launch.processes import POLL_SECONDS, Worker, dump_stacks, end, kill, listen, reserved_port, spawn
+from trainer.launch.clusters import Place
+from trainer.launch.lead import Lead, logs_to_show
+from trainer.launch.processes import POLL_SECONDS, Worker, dump_stacks, end, kill, listen, spawn
+from trainer.launch.rendezvous import Abandoned, Group
+from trainer.launch.report import Report
 from trainer.launch.spec import HEEDED, Job
-from trainer.launch.verdict import Saved, Verdict, advice, judge, newest_checkpoint, record, say, tell
-from trainer.resilience.policy import RankView, Stuck, find_stuck, limits
-from trainer.resilience.preemption import Ask, Plan, advance
-from trainer.resilience.progress import RUN
-from trainer.rundir import RunDir
+from trainer.launch.verdict import Saved, Verdict, advice, newest_checkpoint, say, tell
+from trainer.placement import Placement
+from trainer.resilience.preemption import Ask
+from trainer.resilience.progress import HOLD, RUN
+from trainer.rundir import RunDir, write_json
 
-SETTLE_SECONDS = 0.5
-"""After the first failure, how long to listen for others: the one noticed first need not be the cause."""
-HALT_SECONDS = 10.0
-"""The same, where all ranks halt at the same step and may still be writing the checkpoint before it."""
+LEAVE_SECONDS = 10.0
+"""How long the agents wait for each other once the verdict is agreed."""
 
 
 @dataclass
@@ -46,64 +49,167 @@ class Signals:
 
 
 @dataclass
-class Watch:
-    """Why the workers of an attempt are watched no longer, if not because all are gone."""
+class Orders:
+    """What this host's workers were last told, and since when; and whether their end was decided."""
 
-    plan: Plan = field(default_factory=Plan)
-    stuck: Stuck | None = None
-    settled: float = float("inf")
+    command: int = RUN
+    since: float = 0.0
+    over: bool = False
 
 
-def run(job: Job) -> int:
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended, the same on every host.
+
+    verdict:      what verdict.json holds.
+    why:          what to say about another attempt, "" if there was never to be one.
+    next_attempt: its number; 0: there is none.
+    tail:         the rank whose log's end tells why the run failed, if anything needs telling.
+    logs:         the ranks whose logs to name.
+    alone:        whether this host knows no better, because it has lost agent 0.
+    """
+
+    verdict: dict[str, Any]
+    attempt: int
+    why: str = ""
+    next_attempt: int = 0
+    tail: int | None = None
+    logs: Sequence[int] = ()
+    alone: bool = False
+
+
+def run(job: Job, place: Place | None = None) -> int:
     """Runs ``job`` to its end and returns the exit code. Says why it failed on stderr, once, and in verdict.json.
 
-    An attempt that ends with a worker stuck or dead is followed by another, up to ``max_restarts`` times.
+    An attempt that ends with a worker stuck or dead is followed by another, up to ``max_restarts`` times. The agents of
+    several hosts act alike: agent 0 judges, and the others do as it says.
+
+    place: which of the run's hosts this is; None: there is no other.
     """
     run_dir, config = RunDir(Path(job.run_dir)), Config.model_validate(tomllib.loads(job.config))
+    place = place or Place()
     history = [step_of(newest_checkpoint(checkpoint_directory(config, run_dir)))]
     with noting_signals() as signals:
         while True:
-            verdict, workers = run_attempt(job, run_dir, config, signals)
-            history.append(step_of(verdict.last_checkpoint))
-            again = restarts.decide(verdict.exit_code, history, job.max_restarts)
-            if not again.go or asks_of(workers, signals):
+            ended = run_attempt(job, place, run_dir, config, signals, history)
+            if not ended.next_attempt:
                 break
-            verdict = replace(verdict, advice=f"nothing: {again.why}")
-            record(verdict, run_dir, job.attempt)
-            announce(verdict, workers)
-            tell(again.why)
-            job = replace(job, attempt=run_dir.begin_attempt(), resume=True)
-    if again.why and not again.go:
-        verdict = replace(verdict, message=f"{verdict.message}\n{again.why}")
-    return leave(verdict, workers, run_dir, job.attempt)
+            if place.host_index:
+                announce(ended, run_dir, place)
+            tell(ended.why)
+            job = replace(job, attempt=ended.next_attempt, resume=True)
+    return leave(ended, run_dir, place)
 
 
-def run_attempt(job: Job, run_dir: RunDir, config: Config, signals: Signals) -> tuple[Verdict, list[Worker]]:
-    """Starts the workers, watches them to their end, and judges. All are gone afterwards."""
-    workers: list[Worker] = []
+def run_attempt(
+    job: Job, place: Place, run_dir: RunDir, config: Config, signals: Signals, history: list[int | None]
+) -> Ended:
+    """Meets the other hosts, and runs this one's workers to their end."""
+    attempt = job.attempt
     try:
-        with reserved_port() as port:
-            for rank in range(job.num_processes):
-                workers.append(spawn(job, run_dir, rank, port))
-            watch = watch_over(workers, signals, config)
+        with rendezvous.join(
+            place,
+            num_workers=job.num_processes,
+            attempt=attempt,
+            digest=sha256(job.config.encode()).hexdigest(),
+            init_seconds=config.timeouts.init_seconds,
+            abandoned=lambda: bool(signals.received),
+        ) as group:
+            attempt = group.meeting.attempt
+            lead = Lead()
+            run_workers(replace(job, attempt=attempt), group, run_dir, config, signals, lead)
+            if group.host_index == 0:
+                ended = conclude(job, group, run_dir, config, lead, history)
+                group.decide("ended", asdict(ended))
+            else:
+                ended = Ended(**await_verdict(group))
+            group.leave(LEAVE_SECONDS)
+            return ended
+    except Abandoned:
+        asked = f"{signals.received[0].signal}" if signals.received else "a signal to another host"
+        verdict = Verdict(ExitCode.PREEMPTED, f"ended by {asked} before all hosts had met")
+    except LockstepError as error:
+        verdict = Verdict(error.exit_code, str(error))
+    verdict = replace(verdict, advice=advice(verdict.exit_code, None))
+    return Ended(verdict.as_json(attempt), attempt, alone=place.host_index > 0)
+
+
+def run_workers(job: Job, group: Group, run_dir: RunDir, config: Config, signals: Signals, lead: Lead) -> None:
+    """Starts this host's workers, and returns when all are gone: by themselves, or because agent 0 said so.
+
+    Raises:
+        LeaderLost: agent 0 is lost; the workers are gone.
+    """
+    workers: list[Worker] = []
+    meeting, ranks, orders = group.meeting, group.meeting.ranks(group.host_index), Orders()
+    try:
+        for local, rank in enumerate(ranks):
+            placement = Placement(rank, meeting.num_processes, meeting.coordinator, local, len(ranks))
+            workers.append(spawn(job, run_dir, placement))
+        watch_over(workers, signals, config, group, orders, lead)
     except BaseException:
-        with suppress(OSError):
-            run_dir.restore_replaced(job.attempt)
+        if group.host_index == 0:
+            with suppress(OSError):
+                run_dir.restore_replaced(job.attempt)
         raise
     finally:
         end(workers)
-    return conclude(workers, signals, watch, config, run_dir), workers
+        group.publish(report(workers, signals, orders, group).as_json())
 
 
-def leave(verdict: Verdict, workers: Sequence[Worker], run_dir: RunDir, attempt: int) -> int:
+def conclude(job: Job, group: Group, run_dir: RunDir, config: Config, lead: Lead, history: list[int | None]) -> Ended:
+    """On agent 0: the verdict, and whether there is another attempt; then the verdict on this one is recorded."""
+    verdict = lead.conclude(group, newest_checkpoint(checkpoint_directory(config, run_dir)))
+    history.append(step_of(verdict.last_checkpoint))
+    again = restarts.decide(verdict.exit_code, history, job.max_restarts)
+    tail, logs = logs_to_show(verdict)
+    attempt = group.meeting.attempt
+    if not again.go or lead.look(group).asks:
+        if again.why and not again.go:
+            verdict = replace(verdict, message=f"{verdict.message}\n{again.why}")
+        return Ended(verdict.as_json(attempt), attempt, again.why, tail=tail, logs=logs)
+    verdict = replace(verdict, advice=f"nothing: {again.why}")
+    ended = Ended(verdict.as_json(attempt), attempt, again.why, tail=tail, logs=logs)
+    record(ended, run_dir, Place())
+    announce(ended, run_dir, Place())
+    return replace(ended, next_attempt=run_dir.begin_attempt())
+
+
+def await_verdict(group: Group) -> dict[str, Any]:
+    """What agent 0 says about the attempt.
+
+    Raises:
+        LeaderLost: it is lost before it could.
+    """
+    while not (ended := group.decided("ended")):
+        time.sleep(POLL_SECONDS)
+    return ended
+
+
+def leave(ended: Ended, run_dir: RunDir, place: Place) -> int:
     """Writes and announces the last attempt's verdict, and returns its exit code."""
-    with suppress(OSError):
-        attempt = run_dir.restore_replaced(attempt)
-    for worker in workers:
-        worker.log = run_dir.log(attempt, worker.rank)
-    record(verdict, run_dir, attempt)
-    announce(verdict, workers)
-    return int(verdict.exit_code)
+    if place.host_index == 0:
+        attempt = ended.attempt
+        with suppress(OSError):
+            attempt = run_dir.restore_replaced(attempt)
+        ended = replace(ended, attempt=attempt, verdict={**ended.verdict, "attempt": attempt})
+    record(ended, run_dir, place)
+    announce(ended, run_dir, place)
+    return int(ended.verdict["exit_code"])
+
+
+def record(ended: Ended, run_dir: RunDir, place: Place) -> None:
+    """Writes verdict.json, of the attempt and of the run; a host but the first writes one of its own, if it has to.
+
+    A directory that is gone or full is no reason to fail.
+    """
+    paths = [run_dir.attempt_dir(ended.attempt) / "verdict.json", run_dir.verdict]
+    if place.host_index:
+        own = run_dir.attempt_dir(ended.attempt) / f"verdict.host-{place.host_index}.json"
+        paths = [own] if ended.alone and ended.attempt else []
+    for path in paths:
+        with suppress(OSError):
+            write_json(path, ended.verdict)
 
 
 def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
@@ -134,34 +240,49 @@ def noting_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-def watch_over(workers: Sequence[Worker], signals: Signals, config: Config) -> Watch:
-    """Returns when all workers are gone, or have to go: a while after the first failure, stuck, or out of time."""
-    watch, allowed = Watch(), limits(config.timeouts)
-    while any(worker.running for worker in workers):
+def watch_over(
+    workers: Sequence[Worker], signals: Signals, config: Config, group: Group, orders: Orders, lead: Lead
+) -> None:
+    """Returns when all hosts' workers are gone, or have to go: after a failure, stuck, or out of time.
+
+    Raises:
+        LeaderLost: agent 0 is lost.
+    """
+    while not orders.over:
         listen(workers, POLL_SECONDS)
         dismiss(workers, config.timeouts.shutdown_seconds)
-        views, now = [worker.view() for worker in workers], time.monotonic()
-        if failures := [worker.failure for worker in workers if worker.failure]:
-            halted = all(failure.exit_code == ExitCode.HALTED for failure in failures)
-            watch.settled = min(watch.settled, now + (HALT_SECONDS if halted else SETTLE_SECONDS))
-        steer(workers, watch, asks_of(workers, signals), views, now, config.timeouts.grace_seconds)
-        if watch.plan.command == RUN and not failures:
-            watch.stuck = find_stuck(views, allowed, now)
-        if watch.stuck:
-            dump_stacks(workers)
-        if watch.stuck or watch.plan.ends or now > watch.settled:
-            break
-    return watch
+        group.publish(report(workers, signals, orders, group).as_json())
+        if group.host_index == 0:
+            lead.decide(group, config)
+        obey(workers, group, orders)
 
 
-def steer(
-    workers: Sequence[Worker], watch: Watch, asks: Sequence[Ask], views: Sequence[RankView], now: float, grace: float
-) -> None:
-    """Tells the workers where to stop, if they are to."""
-    before, watch.plan = watch.plan, advance(watch.plan, asks, views, now, grace)
-    if watch.plan.command != before.command:
+def obey(workers: Sequence[Worker], group: Group, orders: Orders) -> None:
+    """Does what agent 0 has decided, if it is new."""
+    command = group.decided("stop") or group.decided("hold") or RUN
+    if command != orders.command:
         for worker in workers:
-            worker.block.command(watch.plan.command)
+            worker.block.command(command)
+        orders.command, orders.since = command, time.monotonic()
+    if last := group.decided("end"):
+        if last["stacks"]:
+            dump_stacks(workers)
+        orders.over = True
+
+
+def report(workers: Sequence[Worker], signals: Signals, orders: Orders, group: Group) -> Report:
+    """What is known of this host's workers now."""
+    several = len(group.meeting.members) > 1
+    here = f"the agent of host {group.host_index}" if several else "the agent"
+    asks = [*(ask._replace(to=here) for ask in signals.received), *(ask for worker in workers for ask in worker.asks)]
+    return Report(
+        ranks=tuple(worker.view() for worker in workers),
+        failures=tuple(worker.failure for worker in workers if worker.failure),
+        finished=tuple(worker.finished for worker in workers if worker.finished),
+        asks=tuple(asks),
+        running=any(worker.running for worker in workers),
+        held_seconds=time.monotonic() - orders.since if orders.command == HOLD else 0.0,
+    )
 
 
 def dismiss(workers: Sequence[Worker], shutdown_seconds: float) -> None:
@@ -171,40 +292,16 @@ def dismiss(workers: Sequence[Worker], shutdown_seconds: float) -> None:
             kill(worker, signal.SIGKILL)
 
 
-def asks_of(workers: Sequence[Worker], signals: Signals) -> list[Ask]:
-    """All signals that asked for an end, the earliest first."""
-    return sorted([*signals.received, *(ask for worker in workers for ask in worker.asks)], key=lambda ask: ask.seconds)
-
-
-def conclude(workers: Sequence[Worker], signals: Signals, watch: Watch, config: Config, run_dir: RunDir) -> Verdict:
-    """The verdict on an attempt whose workers are all gone."""
-    failures = [worker.failure for worker in workers if worker.failure]
-    saved = newest_checkpoint(checkpoint_directory(config, run_dir))
-    asks = asks_of(workers, signals)
-    finished = [worker.finished for worker in workers if worker.finished]
-    all_finished = len(finished) == len(workers)
-    verdict = judge([w.view() for w in workers], failures, watch.stuck, asks[0] if asks and not all_finished else None)
-    if all_finished and finished[0].exit_code == ExitCode.PREEMPTED:
-        reason = f"ended by {asks[0].signal} to {asks[0].to}" if asks else "ended early"
-        verdict = Verdict(ExitCode.PREEMPTED, f"{reason}: {finished[0].message}")
-    elif verdict.exit_code == ExitCode.PREEMPTED:
-        late = f": {failures[0].message}" if failures and not watch.plan.ends else f": {watch.plan.ends}"
-        kept = f"the newest checkpoint is of step {saved.step}" if saved else "there is no checkpoint"
-        verdict = replace(verdict, message=f"{verdict.message}{late if late != ': ' else ''}; {kept}")
-    return replace(verdict, last_checkpoint=saved, advice=advice(verdict.exit_code, saved))
-
-
-def announce(verdict: Verdict, workers: Sequence[Worker]) -> None:
-    """Says why the run failed: one line if that explains it, else with the end of the culprit's log."""
-    if verdict.exit_code == ExitCode.COMPLETED:
+def announce(ended: Ended, run_dir: RunDir, place: Place) -> None:
+    """Says why the run failed: one line if that explains it, else with the end of the culprit's log, on one host."""
+    if ended.verdict["exit_code"] == ExitCode.COMPLETED:
         return
     if os.isatty(1):
         with suppress(OSError):
             os.write(1, b"\x1b[?25h")  # a progress line that was cut off has left the cursor hidden
-    failure = verdict.failure
-    if failure is not None and not failure.explained:
-        say(last_lines(log_tail(workers[failure.rank].log)))
-    if (failure is not None and not failure.explained) or verdict.exit_code == ExitCode.STUCK:
-        for view in verdict.culprits:
-            tell(f"the log is {workers[view.rank].log}")
-    tell(verdict.message)
+    if place.host_index == 0:
+        if ended.tail is not None:
+            say(last_lines(log_tail(run_dir.log(ended.attempt, ended.tail))))
+        for rank in ended.logs:
+            tell(f"the log is {run_dir.log(ended.attempt, rank)}")
+    tell(ended.verdict["message"])

@@ -75,19 +75,6 @@ def is_stopped(worker: Worker) -> bool:
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port on loopback for the workers' coordinator, which no other run on this host gets meanwhile.
-
-    The socket is bound and stays so, but never listens. With SO_REUSEPORT, which the coordinator sets too, the
-    coordinator can bind beside it, while the kernel gives the port to nobody who asks for any free one.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
-
-
-@contextmanager
 def blocked_signals() -> Iterator[None]:
     """Holds back the signals that a worker is to heed; it inherits that, and lets them in once it can heed them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
@@ -97,8 +84,9 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def spawn(job: Job, run_dir: RunDir, rank: int, port: int) -> Worker:
+def spawn(job: Job, run_dir: RunDir, placement: Placement) -> Worker:
     """Starts one worker, its output going to its log."""
+    rank = placement.rank
     log = run_dir.log(job.attempt, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     report, report_writer = os.pipe()
@@ -107,7 +95,7 @@ def spawn(job: Job, run_dir: RunDir, rank: int, port: int) -> Worker:
     block = Block()
     spec = WorkerSpec(
         job=job,
-        placement=Placement(rank, job.num_processes, f"127.0.0.1:{port}" if job.num_processes > 1 else ""),
+        placement=placement,
         report_fd=report_writer,
         display_fd=display,
         agent_pid=os.getpid(),

@@ -151,8 +151,8 @@ def refuse_loopback(host: str, place: Place) -> None:
     if all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses):
         raise SettingsRefused(
             f"--rendezvous {place.rendezvous}: {host} is {', '.join(map(str, addresses))} here, a loopback address, "
-            f"which no other of the {place.num_hosts} hosts can reach: give an address of host 0 on the network, or correct "
-            "/etc/hosts"
+            f"which no other of the {place.num_hosts} hosts can reach: give an address of host 0 on the network, or "
+            "correct /etc/hosts"
         )
 
 
