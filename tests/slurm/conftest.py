@@ -1,4 +1,4 @@
-"""A real SLURM on one machine: a controller and three nodes, each in a net-lab host of its own, with their own munged."""
+"""A real SLURM on one machine: a controller and three nodes, each in a net-lab host, with a munged of their own."""
 
 import importlib.util
 import os
@@ -54,6 +54,13 @@ def which(program: str) -> str:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or ""
 
 
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(0.1)
+
+
 class Slurm:
     """The cluster; ``work`` is a directory for its files, on a disk that its nodes share."""
 
@@ -78,7 +85,7 @@ class Slurm:
         self.daemon(0, "slurmctld", "-D", "-f", str(work / "slurm.conf"))
         for index in range(lab.hosts):
             self.start_node(index)
-        wait_until(lambda: self.call("sinfo", "-hN", "-p", "low", "-o", "%T").split() == ["idle"] * lab.hosts, 60)
+        self.wait_until_idle()
 
     def daemon(self, host: int, program: str, *arguments: str) -> subprocess.Popen:
         with (self.work / f"{program}-{host}.out").open("ab") as log:
@@ -104,6 +111,15 @@ class Slurm:
             out, _ = process.communicate(timeout=30)
         return out if process.returncode == 0 else ""
 
+    def wait_until_idle(self) -> None:
+        nodes = ["idle"] * self.lab.hosts
+        wait_until(lambda: self.call("sinfo", "-hN", "-p", "low", "-o", "%T").split() == nodes, 60)
+
+    def hurry(self, job: str) -> None:
+        """Has a requeued job start in some seconds, not in the two minutes that SLURM leaves it."""
+        wait_until(lambda: self.job(job).get("JobState") == "PENDING" and self.job(job)["Restarts"] != "0", 120)
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+
     def submit(self, *arguments: str, **env: str) -> str:
         """The new job's id."""
         return self.call("sbatch", "--parsable", *arguments, **env).strip()
@@ -113,18 +129,13 @@ class Slurm:
         pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
         return {name: value for name, _, value in pairs}
 
+    wait_until = staticmethod(wait_until)
+
     def wait(self, job: str, seconds: float, *states: str) -> str:
         """The job's state, once it is one of ``states`` (by default those of a job that is over)."""
         wanted = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         wait_until(lambda: self.job(job).get("JobState") in wanted, seconds)
         return self.job(job)["JobState"]
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.1)
 
 
 def load_netlab() -> ModuleType:

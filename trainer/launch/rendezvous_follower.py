@@ -60,7 +60,8 @@ class Follower(Pump):
         def over() -> bool:
             return self._met is not None or self._refused is not None or self._abandoned or abandoned()
 
-        self.wait_until(over, seconds)
+        if not self.wait_until(over, seconds) and self._trusted:
+            self.wait_until(over, LEASE_SECONDS)  # agent 0 is about to say who is missing
         with self.lock:
             if self.broken:
                 raise RuntimeError(self.broken)
