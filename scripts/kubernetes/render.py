@@ -19,7 +19,7 @@ LONGEST_NAME = 52
 """A label has 63 characters at most, and a pod's hostname is NAME-INDEX; the Secret's is NAME-token."""
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 IMAGE = re.compile(r"[\w][\w./:@+-]*", re.ASCII)
-PRIVATE = re.compile(r"token|password|secret|(?<![a-z])key(?![a-z])", re.IGNORECASE)
+PRIVATE = re.compile(r"(token|key|password|secret)\s*$", re.IGNORECASE)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
