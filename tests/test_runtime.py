@@ -30,14 +30,25 @@ def test_a_share_that_is_not_whole_is_refused_with_the_numbers(processes):
 
 def test_gpus_are_shared_out_in_ranges():
     auto, explicit = Mesh(), Mesh(nodes=2, devices_per_node=2)
-    assert runtime.gpu_share(8, auto, Placement(1, 2)) == [4, 5, 6, 7]
-    assert runtime.gpu_share(8, explicit, Placement(1, 2)) == [2, 3]
+    first, second = (Placement(rank, 2, "", rank, 2) for rank in range(2))
+    assert runtime.gpu_share(8, auto, second) == [4, 5, 6, 7]
+    assert runtime.gpu_share(8, explicit, second) == [2, 3]
     with pytest.raises(SettingsRefused, match="= 4, but this host has 3 GPUs"):
-        runtime.gpu_share(3, explicit, Placement(0, 2))
+        runtime.gpu_share(3, explicit, first)
     with pytest.raises(SettingsRefused, match="3 GPUs cannot be shared out equally between 2"):
-        runtime.gpu_share(3, auto, Placement(0, 2))
+        runtime.gpu_share(3, auto, first)
     with pytest.raises(SettingsRefused, match="numbers that can: none"):
-        runtime.gpu_share(0, auto, Placement(0, 2))
+        runtime.gpu_share(0, auto, first)
+
+
+def test_each_host_shares_out_its_own_gpus():
+    hosts = [[Placement(2 * host + local, 4, "", local, 2) for local in range(2)] for host in range(2)]
+    for first, second in hosts:
+        assert runtime.gpu_share(8, Mesh(nodes=2, devices_per_node=8), first) == [0, 1, 2, 3]
+        assert runtime.gpu_share(8, Mesh(nodes=2, devices_per_node=8), second) == [4, 5, 6, 7]
+        assert runtime.gpu_share(2, Mesh(nodes=2), second) == [1]
+    with pytest.raises(SettingsRefused, match="= 16, but this host has 4 GPUs for 2 of 4 processes"):
+        runtime.gpu_share(4, Mesh(nodes=2, devices_per_node=8), hosts[0][0])
 
 
 def test_visible_gpus_are_those_that_the_user_left_visible():

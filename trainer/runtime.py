@@ -158,17 +158,21 @@ def cpu_share(mesh: Mesh, processes: int) -> int:
 def gpu_share(num_visible: int, mesh: Mesh, placement: Placement) -> list[int]:
     """Which of this host's ``num_visible`` GPUs are this process's: a contiguous range, as long for every rank.
 
+    Every host has equally many processes, so it has the mesh's devices in equal parts too.
+
     Raises:
         SettingsRefused: there are too few, or they cannot be shared out equally.
     """
-    total = num_visible if mesh.devices_per_node == "auto" else mesh.nodes * mesh.devices_per_node
-    if total > num_visible:
+    num_hosts = placement.num_processes // placement.num_local
+    auto = mesh.devices_per_node == "auto"
+    total = num_visible * num_hosts if auto else mesh.nodes * mesh.devices_per_node
+    if total > num_visible * num_hosts:
         raise SettingsRefused(
             f"mesh.nodes * mesh.devices_per_node = {total}, but this host has {num_visible} GPUs for "
-            f"{placement.num_processes} processes: make the mesh smaller"
+            f"{placement.num_local} of {placement.num_processes} processes: make the mesh smaller"
         )
     share = equal_share(total, placement.num_processes, f"{total} GPUs")
-    return list(range(placement.rank * share, (placement.rank + 1) * share))
+    return list(range(placement.local_rank * share, (placement.local_rank + 1) * share))
 
 
 def equal_share(total: int, processes: int, what: str) -> int:
@@ -271,7 +275,6 @@ def connect(
     """Meets the other processes, with every argument given so that JAX detects nothing by itself."""
     # With the service on, SIGTERM would be swallowed: the worker would run on as if nothing had happened.
     jax.config.update("jax_enable_preemption_service", False)
-    local = placement.coordinator.rsplit(":", 1)[0] in ("127.0.0.1", "localhost")
     with without_proxies():
         jax.distributed.initialize(
             coordinator_address=placement.coordinator,
@@ -282,8 +285,7 @@ def connect(
             initialization_timeout=math.ceil(init_seconds),
             heartbeat_timeout_seconds=math.ceil(heartbeat_seconds),
             shutdown_timeout_seconds=math.ceil(shutdown_seconds),
-            # Elsewhere than on loopback JAX's own default stands: every address of this host.
-            coordinator_bind_address=placement.coordinator if local else None,
+            coordinator_bind_address=placement.coordinator,  # JAX's own default is every address of the host
         )
 
 
