@@ -1,4 +1,4 @@
-"""The launch scripts without their engines: what the renderer for Kubernetes prints and refuses, and what the others say."""
+"""The launch scripts without their engines: what they print, start and refuse."""
 
 import importlib.util
 import json
@@ -138,7 +138,9 @@ def test_the_renderer_needs_python_alone_and_makes_a_new_token_each_time():
 
 
 @pytest.mark.parametrize("script", ["mpi/run.sh", "ssh/run.sh"])
-@pytest.mark.parametrize("arguments", [[], ["a,b"], ["a b", "x"], ["a;id", "x"], ["-oProxyCommand=id", "x"], ["a,,b", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["a,b"], ["a b", "x"], ["a;id", "x"], ["-oProxyCommand=id", "x"], ["a,,b", "x"]]
+)
 def test_hosts_that_are_none_are_refused_by_the_scripts(script, arguments):
     marker = {"SSH": "echo started", "MPIRUN": "echo started"}
     done = subprocess.run(
@@ -160,11 +162,12 @@ def test_mpirun_is_told_one_agent_a_host_and_no_secret():
 
 @pytest.fixture
 def sbatch(tmp_path):
-    """Runs train.sbatch with stand-ins for srun, which ends with a code, and for scontrol, which notes what it is asked."""
+    """Runs train.sbatch with stand-ins: an srun that ends with a code, and a scontrol that notes what it is asked."""
 
     def run(code, state="RUNNING", **env):
+        note = f'printf "%s\\n" "$@" > {tmp_path}/words; echo "${{#LOCKSTEP_TOKEN}}" > {tmp_path}/token'
         programs = {
-            "srun": f'printf "%s\\n" "$@" > {tmp_path}/srun; echo "${{#LOCKSTEP_TOKEN}}" > {tmp_path}/token; exit {code}',
+            "srun": f"{note}; exit {code}",
             "scontrol": f'echo "$*" >> {tmp_path}/asked; echo "JobId=7 JobState={state} x"',
             "sleep": "exit 0",
         }
@@ -198,7 +201,7 @@ def test_slurm_requeues_when_an_agent_was_killed_but_not_for_ever_and_never_what
 
 def test_slurm_passes_the_arguments_on_and_the_token_by_the_environment(sbatch, tmp_path):
     sbatch(0)
-    words = (tmp_path / "srun").read_text().splitlines()
+    words = (tmp_path / "words").read_text().splitlines()
     assert words[-8:] == ["lockstep", "train", "cfg", "--set", "a=b c", "--resume", "--set", "mesh.nodes=3"]
     assert (tmp_path / "token").read_text() == "64\n"
 

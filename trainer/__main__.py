@@ -65,9 +65,7 @@ def train(
         int,
         typer.Option(min=0, help="So often start again from the last checkpoint if a worker dies or is stuck."),
     ] = 0,
-    num_hosts: Annotated[
-        int | None, typer.Option(help="Hosts of the run; each starts this command.")
-    ] = None,
+    num_hosts: Annotated[int | None, typer.Option(help="Hosts of the run; each starts this command.")] = None,
     host_index: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A free port on host 0, where the hosts meet.")

@@ -164,9 +164,9 @@ def gpu_share(num_visible: int, mesh: Mesh, placement: Placement) -> list[int]:
         SettingsRefused: there are too few, or they cannot be shared out equally.
     """
     num_hosts = placement.num_processes // placement.num_local
-    auto = mesh.devices_per_node == "auto"
-    total = num_visible * num_hosts if auto else mesh.nodes * mesh.devices_per_node
-    if total > num_visible * num_hosts:
+    available = num_visible * num_hosts
+    total = available if mesh.devices_per_node == "auto" else mesh.nodes * mesh.devices_per_node
+    if total > available:
         raise SettingsRefused(
             f"mesh.nodes * mesh.devices_per_node = {total}, but this host has {num_visible} GPUs for "
             f"{placement.num_local} of {placement.num_processes} processes: make the mesh smaller"

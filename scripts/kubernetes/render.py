@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints a Kubernetes manifest for a run: render.py --name NAME --image IMAGE --hosts H --claim CLAIM -- CONFIG [options]
+"""Prints a manifest for a run: render.py --name NAME --image IMAGE --hosts H --claim CLAIM -- CONFIG [options]
 
 Everything after -- goes to lockstep train, after --resume and --run-dir /runs/NAME. Needs Python alone.
 See README.md beside this file.
@@ -49,7 +49,7 @@ def problems(options: argparse.Namespace) -> list[str]:
     found = []
     if not LABEL.fullmatch(options.name) or len(options.name) > LONGEST_NAME:
         found.append(
-            f"--name {options.name!r}: lower-case letters, digits and '-', a letter first, at most {LONGEST_NAME} of them"
+            f"--name {options.name!r}: lower-case letters, digits, '-'; at most {LONGEST_NAME} of them, a letter first"
         )
     if not SUBDOMAIN.fullmatch(options.claim) or len(options.claim) > 253:
         found.append(f"--claim {options.claim!r}: is no name of a PersistentVolumeClaim")

@@ -144,7 +144,9 @@ def test_a_signal_to_one_host_saves_the_same_step_everywhere(lab, tmp_path, host
     run.wait_for_step(5)
     target = run.agents[host].pid
     if whom == "worker":
-        target = next(pid for pid in lab.pids(host) if "trainer.launch.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+        target = next(
+            pid for pid in lab.pids(host) if "trainer.launch.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
     os.kill(target, signal.SIGTERM)
     ends = [run.end(index) for index in range(2)]
     assert [code for code, _ in ends] == [75, 75], ends

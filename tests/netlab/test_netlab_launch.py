@@ -71,7 +71,15 @@ class Site:
         }
 
     def start(self, script, *settings):
-        argv = [str(SCRIPTS / script), "host0,host1", "digits_mlp", "--run-dir", str(self.work / "run"), "--processes", "1"]
+        argv = [
+            str(SCRIPTS / script),
+            "host0,host1",
+            "digits_mlp",
+            "--run-dir",
+            str(self.work / "run"),
+            "--processes",
+            "1",
+        ]
         for setting in (*SETTINGS, *settings):
             argv += ["--set", setting]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
