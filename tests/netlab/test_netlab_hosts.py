@@ -127,6 +127,7 @@ def test_a_host_that_dies_ends_the_other(lab, tmp_path, host):
     lab.kill_host(host)
     killed = time.monotonic()
     code, err = run.end(1 - host)
+    run.agents[host].communicate(timeout=20)
     assert (code, time.monotonic() - killed < 15) == (6, True), err
     if host == 0:
         assert "host 0 (" in err

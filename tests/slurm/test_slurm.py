@@ -87,14 +87,20 @@ def test_a_run_that_is_out_of_time_comes_back(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_was_killed_comes_back_on_another_size(slurm, tmp_path):
-    fault = 'debug.faults=[{kind="kill", rank=1, step=15}]'
-    job = Job(slurm, tmp_path, "run.num_steps=30", fault)
-    slurm.wait_until(lambda: slurm.job(job.id).get("Restarts") == "1", 120)
-    slurm.call("scontrol", "update", f"JobId={job.id}", "NumNodes=1", "NumTasks=1")
+def test_a_run_whose_worker_was_killed_comes_back(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "run.num_steps=30", 'debug.faults=[{kind="kill", rank=1, step=15}]')
     slurm.hurry(job.id)
     job.complete(30, attempts=2)
-    assert "1 x cpu (cpu) = 1 nodes x 1 local" in job.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_nodes(slurm, tmp_path):
+    fault = 'debug.faults=[{kind="kill", rank=1, step=15}]'
+    first = Job(slurm, tmp_path, "run.num_steps=30", fault, LOCKSTEP_MAX_REQUEUES="0")
+    assert slurm.wait(first.id, 120) == "FAILED"
+    second = Job(slurm, tmp_path, "run.num_steps=30", options=["--nodes=1"])
+    second.complete(30, attempts=2)
+    assert "1 x cpu (cpu) = 1 nodes x 1 local" in second.log.read_text()
 
 
 @pytest.mark.slow
