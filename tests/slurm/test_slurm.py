@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_another_number_of_nodes(slurm, tmp_path):
     assert slurm.wait(first.id, 120) == "FAILED"
     second = Job(slurm, tmp_path, "run.num_steps=30", options=["--nodes=1"])
     second.complete(30, attempts=2)
-    assert "1 x cpu (cpu) = 1 nodes x 1 local" in second.log.read_text()
+    assert "1 x cpu (cpu) = 1 node x 1 local" in second.log.read_text()
 
 
 @pytest.mark.slow
