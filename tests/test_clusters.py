@@ -1,6 +1,8 @@
 """Where an agent finds itself: from options and environments like the clusters' own."""
 
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -148,6 +150,20 @@ def test_two_clusters_that_agree_are_one():
 )
 def test_no_address(text):
     assert "must be HOST:PORT" in refusal({"LOCKSTEP_TOKEN": TOKEN}, 2, 0, text)
+
+
+def test_the_command_line_refuses_what_does_not_fit_before_anything_is_touched(tmp_path):
+    argv = [sys.executable, "-m", "trainer", "train", "digits_mlp", "--run-dir", str(tmp_path / "run")]
+    environ = {**os.environ, "LOCKSTEP_TOKEN": TOKEN}
+    for more, message in (
+        (["--num-hosts", "2"], "needs --host-index and --rendezvous too"),
+        (["--num-hosts", "2", "--host-index", "1", "--rendezvous", "127.0.0.1:5"], "a loopback address"),
+        (["--num-hosts", "2", "--host-index", "1", "--rendezvous", "a:5", "--no-agent"], "--no-agent runs on one host"),
+    ):
+        done = subprocess.run([*argv, *more], env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_scontrol_that_is_not_there_is_explained(monkeypatch):

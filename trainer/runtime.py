@@ -163,8 +163,7 @@ def gpu_share(num_visible: int, mesh: Mesh, placement: Placement) -> list[int]:
     Raises:
         SettingsRefused: there are too few, or they cannot be shared out equally.
     """
-    num_hosts = placement.num_processes // placement.num_local
-    available = num_visible * num_hosts
+    available = num_visible * placement.num_processes // placement.num_local
     total = available if mesh.devices_per_node == "auto" else mesh.nodes * mesh.devices_per_node
     if total > available:
         raise SettingsRefused(
