@@ -14,8 +14,8 @@ from trainer import mesh as meshes
 from trainer.config import Optimizer
 from trainer.data.source import FAULT, RESERVED_NAMES
 from trainer.errors import Halted
-from trainer.hooks import judge
 from trainer.metrics import mean
+from trainer.recorder import judge
 from trainer.step import Report, pack, read
 from trainer.task import LossParts
 

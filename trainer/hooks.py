@@ -1,23 +1,26 @@
-"""What happens beside the step: ``Every(n, function)``, and the recorder, which reads each step's report.
+"""Hooks: what happens between two steps. ``Every(n, function)``, and the standard ones, each made of what it needs."""
 
-A report is read one step late, while the device is busy with the next step, so that reading never stalls it.
-"""
-
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
-from trainer.config import Optimizer
+from trainer import config_file, digest
+from trainer import state as states
+from trainer.assembly import Assembly
+from trainer.checkpoint import catalog
+from trainer.checkpoint.store import Checkpoints
+from trainer.config import Config
 from trainer.display import Display
-from trainer.errors import Halted
-from trainer.metrics import MetricsWriter, Row, mean
+from trainer.errors import Halted, Preempted
+from trainer.evaluation import Evaluator
+from trainer.metrics import MetricsWriter, Row
+from trainer.recorder import Recorder
 from trainer.resilience import progress
 from trainer.state import TrainState
-from trainer.step import PackedReport, Report, read
+from trainer.story import topology
+from trainer.sync import num_owners, residual_norm
 
 
 class Moment(NamedTuple):
@@ -46,150 +49,105 @@ class Every(NamedTuple):
             self.function(moment)
 
 
-def judge(report: Report, settings: Optimizer, ranks: np.ndarray) -> None:
-    """Ends the run if a step's numbers cannot be trusted.
+def digesting(recorder: Recorder) -> Hook:
+    """A hook that adds the parameters' hash to the step's row, after comparing it between all replicas."""
 
-    Args:
-        report: a step's report, on the host.
-        settings: what to do about a non-finite step.
-        ranks: the process of each replica.
+    def hook(moment: Moment) -> None:
+        with recorder.pace.paused():
+            recorder.annotate(param_digest=digest.agreed_digest(moment.state.params, moment.step))
+
+    return hook
+
+
+def measuring_residuals(pieces: Assembly, recorder: Recorder) -> Hook:
+    """A hook that adds to the step's row how much the exchange has kept back, where it keeps anything."""
+    if num_owners(pieces.shapes.sync) is None:
+        return lambda moment: None
+    norm = jax.jit(residual_norm)
+    return lambda moment: recorder.annotate(residual_norm=norm(moment.state.sync))
+
+
+def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, display: Display, attempt: int) -> Hook:
+    """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
+    meta = {
+        "attempt": attempt,
+        "virtual_replicas": pieces.work.num_virtual_replicas,
+        "topology": topology(pieces),
+        "settings": config_file.dump(pieces.config, redact=True),
+    }
+
+    def hook(moment: Moment) -> None:
+        recorder.flush()
+        with recorder.pace.paused(), progress.current().phase("checkpoint"):
+            refuse_non_finite(states.trainable_part(pieces.parts, moment.state.params), moment.step)
+            checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
+        display.saving(moment.step, checkpoints.path(moment.step))
+
+    return hook
+
+
+def refuse_non_finite(params: Any, step: int) -> None:
+    """Ends the run if a parameter is not finite, as an update may leave it whose gradient was.
 
     Raises:
-        Halted: a non-finite contribution or sum under ``halt``, or one skip too many under ``skip``.
+        Halted: names the first such parameter.
     """
-    if report.consecutive_skips == 0:
-        return
-    replicas = np.flatnonzero(report.non_finite)
-    weight = float(report.metrics["loss"][1])
-    if not 0 <= weight < math.inf:
-        what = f"the task's weight of the batch of step {report.step} is {weight}, which is no number of examples"
-    elif replicas.size:
-        names = ", ".join(f"rank {rank}" for rank in sorted(set(ranks[replicas].tolist())))
-        what = f"non-finite loss or gradient in step {report.step}, from {names} (replicas {replicas.tolist()})"
-    else:
-        what = f"non-finite sum of gradients in step {report.step}, though each contribution was finite"
-    if settings.non_finite == "halt":
-        raise Halted(f"{what}; the parameters are as before it. To leave such steps out: optimizer.non_finite = 'skip'")
-    if report.consecutive_skips > settings.max_consecutive_skips:
-        raise Halted(
-            f"{what}; {report.consecutive_skips} steps in a row were skipped, which is more than "
-            f"optimizer.max_consecutive_skips = {settings.max_consecutive_skips}"
-        )
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, _), finite in zip(leaves, jax.device_get(_finite([leaf for _, leaf in leaves])), strict=True):
+        if not finite:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise Halted(
+                f"parameter {name!r} is not finite after step {step}, though the gradients were: nothing was saved of "
+                "it; lower optimizer.learning_rate"
+            )
 
 
-class Pace:
-    """Time spent in steps, without what hooks took; as a whole and since the last reading."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._num_steps = self._num_examples = 0
-        self._total_seconds, self._total_steps, self._total_examples = 0.0, 0, 0
-
-    def count(self, num_examples: int) -> None:
-        """Counts a step that is done."""
-        self._num_steps += 1
-        self._num_examples += num_examples
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time inside out of account."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since += time.perf_counter() - begin
-
-    def read(self) -> tuple[float, float]:
-        """(seconds a step, examples a second) since the last reading."""
-        now = time.perf_counter()
-        seconds, steps, examples = now - self._since, self._num_steps, self._num_examples
-        self._total_seconds += seconds
-        self._total_steps += steps
-        self._total_examples += examples
-        self._since, self._num_steps, self._num_examples = now, 0, 0
-        return seconds / max(steps, 1), examples / seconds
-
-    def total(self) -> tuple[float, float]:
-        """(seconds a step, examples a second) over all readings."""
-        return self._total_seconds / max(self._total_steps, 1), self._total_examples / max(self._total_seconds, 1e-9)
+@jax.jit
+def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
-class Recorder:
-    """Reads reports one step late: judges them, and writes and shows the rows that are due."""
+def evaluating(
+    evaluator: Evaluator,
+    recorder: Recorder,
+    writer: MetricsWriter | None,
+    display: Display,
+    attempt: int,
+    rows: list[Row],
+) -> Hook:
+    """A hook that evaluates, writes and shows the row, and appends it to ``rows``."""
 
-    def __init__(
-        self,
-        *,
-        writer: MetricsWriter | None,
-        display: Display,
-        optimizer: Optimizer,
-        ranks: np.ndarray,
-        is_due: Callable[[int], bool],
-        constant: Callable[[int], Row],
-        wire_bytes: Callable[[int], Row] = lambda num_updates: {},
-    ) -> None:
-        """
-        Args:
-            writer: where rows go; None on all ranks but 0.
-            display: where people see them.
-            optimizer: the settings that say what to do about non-finite steps.
-            ranks: the process of each replica.
-            is_due: whether the row of a step is wanted.
-            constant: what is known of a step without running it (its epoch and attempt).
-            wire_bytes: what an exchange after so many updates sends.
-        """
-        self._writer, self._display, self._optimizer = writer, display, optimizer
-        self._ranks, self._is_due, self._constant, self._wire_bytes = ranks, is_due, constant, wire_bytes
-        self._pending: tuple[int, PackedReport, Row] | None = None
-        self.pace = Pace()
-        self.last_row: Row = {}
+    def hook(moment: Moment) -> None:
+        recorder.flush()
+        with recorder.pace.paused(), progress.current().phase("eval"):
+            row = {"kind": "eval", "step": moment.step, "attempt": attempt, **evaluator(moment.state)}
+        rows.append(row)
+        if writer is not None:
+            writer.write(row)
+        display.evaluation(row)
 
-    def push(self, step: int, report: PackedReport) -> None:
-        """Takes a step's report as soon as the step is dispatched, and reads the one before."""
-        before, self._pending = self._pending, (step, report, {})
-        if before is not None:
-            self._read(*before)
+    return hook
 
-    def annotate(self, **values: Any) -> None:
-        """Adds to the row of the step that was pushed last, and makes that row due."""
-        assert self._pending is not None
-        self._pending[2].update(values)
 
-    def flush(self) -> None:
-        """Waits for the step that was pushed last and reads its report."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._read(*pending)
+def scoring(config: Config, checkpoints: Checkpoints, rows: list[Row]) -> Hook:
+    """A hook, after that which evaluates into ``rows``, by which the best checkpoints are known."""
+    metric = config.checkpoint.best_metric
+    return lambda moment: checkpoints.note_scores(catalog.scores_of(rows[-1:], metric))
 
-    def _read(self, step: int, report: PackedReport, notes: Row) -> None:
-        with progress.current().awaiting(step):
-            values = read(report)
-        self.pace.count(int(values.examples))
-        skipped = values.consecutive_skips > 0
-        if skipped or notes or values.example_ids is not None or self._is_due(step):
-            self._write(step, values, notes | ({"skipped": True} if skipped else {}))
-        judge(values, self._optimizer, self._ranks)
 
-    def _write(self, step: int, report: Report, notes: Row) -> None:
-        step_seconds, examples_per_second = self.pace.read()
-        row = {
-            "kind": "train",
-            "step": step,
-            "num_updates": int(report.num_updates),
-            **self._constant(step),
-            **{name: mean(total, weight) for name, (total, weight) in report.metrics.items()},
-            "learning_rate": float(report.learning_rate),
-            "grad_norm": float(report.grad_norm),
-            "examples": int(report.examples),
-            "step_seconds": step_seconds,
-            "examples_per_second": examples_per_second,
-            "num_contributions": self._ranks.size if report.applied else 0,
-            **self._wire_bytes(int(report.num_updates) - int(report.applied)),
-            **notes,
-        }
-        if report.example_ids is not None:
-            row["example_ids"] = report.example_ids[report.example_ids >= 0].tolist()
-        self.last_row = row
-        if self._writer is not None:
-            self._writer.write(row)
-        self._display.row(row)
+def stopping(saves: Every) -> Hook:
+    """A hook that ends the run after the step that the agent names, if it does; ``saves`` may have saved it already.
+
+    After the last step it never does: the run is completed then.
+
+    Raises:
+        Preempted: the state is being saved.
+    """
+
+    def hook(moment: Moment) -> None:
+        if not moment.last and progress.current().must_stop(moment.step):
+            if not saves.is_due(moment.step, last=False):
+                saves.function(moment)
+            raise Preempted(f"saved step {moment.step}")
+
+    return hook

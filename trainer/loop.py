@@ -4,15 +4,14 @@ import errno
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from trainer import config_file, digest, metrics, runtime
+from trainer import config_file, metrics, runtime
 from trainer import mesh as meshes
 from trainer import state as states
 from trainer.assembly import Assembly, assemble
@@ -23,14 +22,24 @@ from trainer.config import Config
 from trainer.display import Display, NullDisplay
 from trainer.errors import Halted, InputRefused, Preempted, SettingsRefused
 from trainer.evaluation import Evaluator
-from trainer.hooks import Every, Hook, Moment, Recorder
+from trainer.hooks import (
+    Every,
+    Hook,
+    Moment,
+    digesting,
+    evaluating,
+    measuring_residuals,
+    saving,
+    scoring,
+    stopping,
+)
 from trainer.metrics import MetricsWriter, Row
+from trainer.recorder import Recorder
 from trainer.resilience import progress
 from trainer.rundir import RunDir
 from trainer.state import TrainState
 from trainer.step import train_program
 from trainer.story import changes, facts, summary, topology, warnings, wire_bytes
-from trainer.sync import num_owners, residual_norm
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -88,22 +97,8 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
             stopping(saves),
         )
         batches = stack.enter_context(pieces.loader.iterate(start))
-        try:
+        with ending(checkpoints, run_dir):
             train(pieces, state, marks.dispatching(program), marks.reading(batches), recorder, hooks)
-        except Halted:
-            with suppress(InputRefused), marks.phase("checkpoint"):  # what halted the run came first
-                checkpoints.wait()  # every rank halts at the same step, so the save under way can still be completed
-            raise
-        except Preempted:
-            with marks.phase("checkpoint"):
-                checkpoints.wait()
-            raise
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise InputRefused(
-                f"{run_dir.path} cannot be written: {error.strerror}; free space, then go on with --resume"
-            ) from error
         with marks.phase("checkpoint"):
             checkpoints.close()
         seconds = time.perf_counter() - begin
@@ -133,6 +128,31 @@ def train(
             hook(Moment(step, state, last=step == end))
     recorder.flush()
     return state
+
+
+@contextmanager
+def ending(checkpoints: Checkpoints, run_dir: RunDir) -> Iterator[None]:
+    """Around the training: however it ends, a save that is under way is completed where every rank ends alike.
+
+    Raises:
+        InputRefused: the run directory's disk is full.
+    """
+    try:
+        yield
+    except Halted:
+        with suppress(InputRefused), progress.current().phase("checkpoint"):  # what halted the run came first
+            checkpoints.wait()
+        raise
+    except Preempted:
+        with progress.current().phase("checkpoint"):
+            checkpoints.wait()
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise InputRefused(
+            f"{run_dir.path} cannot be written: {error.strerror}; free space, then go on with --resume"
+        ) from error
 
 
 def compile_step(pieces: Assembly, display: Display) -> Program:
@@ -240,107 +260,3 @@ def make_recorder(
         constant=lambda step: {"epoch": loader.epoch(step), "attempt": attempt},
         wire_bytes=wire_bytes(pieces),
     )
-
-
-def digesting(recorder: Recorder) -> Hook:
-    """A hook that adds the parameters' hash to the step's row, after comparing it between all replicas."""
-
-    def hook(moment: Moment) -> None:
-        with recorder.pace.paused():
-            recorder.annotate(param_digest=digest.agreed_digest(moment.state.params, moment.step))
-
-    return hook
-
-
-def measuring_residuals(pieces: Assembly, recorder: Recorder) -> Hook:
-    """A hook that adds to the step's row how much the exchange has kept back, where it keeps anything."""
-    if num_owners(pieces.shapes.sync) is None:
-        return lambda moment: None
-    norm = jax.jit(residual_norm)
-    return lambda moment: recorder.annotate(residual_norm=norm(moment.state.sync))
-
-
-def refuse_non_finite(params: Any, step: int) -> None:
-    """Ends the run if a parameter is not finite, as an update may leave it whose gradient was.
-
-    Raises:
-        Halted: names the first such parameter.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, _), finite in zip(leaves, jax.device_get(_finite([leaf for _, leaf in leaves])), strict=True):
-        if not finite:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise Halted(
-                f"parameter {name!r} is not finite after step {step}, though the gradients were: nothing was saved of "
-                "it; lower optimizer.learning_rate"
-            )
-
-
-@jax.jit
-def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
-
-
-def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, display: Display, attempt: int) -> Hook:
-    """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
-    meta = {
-        "attempt": attempt,
-        "virtual_replicas": pieces.work.num_virtual_replicas,
-        "topology": topology(pieces),
-        "settings": config_file.dump(pieces.config, redact=True),
-    }
-
-    def hook(moment: Moment) -> None:
-        recorder.flush()
-        with recorder.pace.paused(), progress.current().phase("checkpoint"):
-            refuse_non_finite(states.trainable_part(pieces.parts, moment.state.params), moment.step)
-            checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
-        display.saving(moment.step, checkpoints.path(moment.step))
-
-    return hook
-
-
-def scoring(config: Config, checkpoints: Checkpoints, rows: list[Row]) -> Hook:
-    """A hook, after that which evaluates into ``rows``, by which the best checkpoints are known."""
-    metric = config.checkpoint.best_metric
-    return lambda moment: checkpoints.note_scores(catalog.scores_of(rows[-1:], metric))
-
-
-def stopping(saves: Every) -> Hook:
-    """A hook that ends the run after the step that the agent names, if it does; ``saves`` may have saved it already.
-
-    After the last step it never does: the run is completed then.
-
-    Raises:
-        Preempted: the state is being saved.
-    """
-
-    def hook(moment: Moment) -> None:
-        if not moment.last and progress.current().must_stop(moment.step):
-            if not saves.is_due(moment.step, last=False):
-                saves.function(moment)
-            raise Preempted(f"saved step {moment.step}")
-
-    return hook
-
-
-def evaluating(
-    evaluator: Evaluator,
-    recorder: Recorder,
-    writer: MetricsWriter | None,
-    display: Display,
-    attempt: int,
-    rows: list[Row],
-) -> Hook:
-    """A hook that evaluates, writes and shows the row, and appends it to ``rows``."""
-
-    def hook(moment: Moment) -> None:
-        recorder.flush()
-        with recorder.pace.paused(), progress.current().phase("eval"):
-            row = {"kind": "eval", "step": moment.step, "attempt": attempt, **evaluator(moment.state)}
-        rows.append(row)
-        if writer is not None:
-            writer.write(row)
-        display.evaluation(row)
-
-    return hook

@@ -9,8 +9,8 @@ from trainer import state as states
 from trainer.assembly import Assembly
 from trainer.checkpoint.store import Checkpoints, Restored, versions
 from trainer.display import Facts, Summary, plural
-from trainer.hooks import Recorder
 from trainer.metrics import Row
+from trainer.recorder import Recorder
 from trainer.rundir import RunDir
 from trainer.sync import Choice, Compression, choose, payload_bytes, traffic
 from trainer.sync.codecs import build
