@@ -74,6 +74,11 @@ def stop() -> None:
         jax.distributed.shutdown()
 
 
+def is_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` came of another process's end, in an exchange over Gloo; JAX raises it as a ValueError."""
+    return "Gloo" in str(error)
+
+
 def rank() -> int:
     """This process's index."""
     return jax.process_index()

@@ -147,6 +147,8 @@ class Checkpoints:
                 catalog.remove(path)
             self._orbax.save(path, args=ocp.args.Composite(**arrays, **texts), force=True)
         except (OSError, ValueError) as error:
+            if runtime.is_of_a_lost_peer(error):
+                raise
             raise self._failed(error) from error
         self._finishing = threading.Thread(target=self._finish, args=(path,), name="checkpoint", daemon=True)
         self._finishing.start()
@@ -176,7 +178,7 @@ class Checkpoints:
             self._finishing.join()
             self._finishing = None
         failure, self._failure = self._failure, None
-        if isinstance(failure, OSError | ValueError | Damaged):
+        if isinstance(failure, OSError | ValueError | Damaged) and not runtime.is_of_a_lost_peer(failure):
             raise self._failed(failure) from failure
         if failure is not None:
             raise failure
