@@ -7,6 +7,7 @@
 #   --wheel      the tests alone, against the built and installed wheel, with the checkout out of reach
 #   --lowest     the tests alone, against the oldest versions that pyproject.toml allows
 #
+# Files of tests run side by side, one a core; -n 0 runs all in one process, as --pdb needs.
 # Ends at the first stage that fails, and names it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -37,7 +38,7 @@ stage() { # NAME COMMAND …
 }
 
 run_pytest() { # PYTHON ARGUMENTS …
-    "$1" -m pytest "${selection[@]}" "${@:2}"
+    "$1" -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile "${selection[@]}" "${@:2}"
 }
 
 install_wheel() { # into an environment that borrows the dependencies of $venv, but not its link to the checkout
