@@ -43,7 +43,7 @@ def steps_of(directory):
 
 def normed(fault_step=None):
     """Batch-norm, dropout, accumulation, Adam's moments, a moving average, a decaying rate; epochs of five batches."""
-    faults = [] if fault_step is None else [{"kind": "nan", "rank": 0, "step": fault_step}]
+    faults = [] if fault_step is None else [{"kind": "nan", "rank": 0, "step": fault_step, "attempt": 0}]
     return settings(
         run={"num_steps": 10},
         task=NORMED,
