@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.checkpoint import manifest
+from trainer.config import Checkpoint, Config
 from trainer.errors import ExitCode
 from trainer.launch import agent, processes, worker
 from trainer.launch.abort import describe_exit, explain_abort
@@ -400,14 +402,23 @@ def test_a_verdict_says_all_that_scripts_ask_for():
     }
 
 
-def test_the_newest_checkpoint_is_a_whole_one(tmp_path):
-    assert newest_checkpoint(str(tmp_path / "none")) is None
-    assert newest_checkpoint("gs://bucket/run") is None
-    for name in ("4", "12", "20.orbax-checkpoint-tmp-1", "30"):
-        (tmp_path / name).mkdir()
-        if name != "30":
-            (tmp_path / name / "params").mkdir()
-    assert newest_checkpoint(str(tmp_path)) == (12, str(tmp_path / "12"))
+@pytest.mark.parametrize("directory", ["", "within"])
+def test_the_newest_checkpoint_is_a_whole_one(tmp_path, directory):
+    run_dir, settings = RunDir(tmp_path), Checkpoint(directory=directory)
+    config = Config.model_validate({"task": {"target": "a:B"}, "data": {"source": "digits", "global_batch": 8}})
+    config = config.model_copy(update={"checkpoint": settings})
+    assert newest_checkpoint(config, run_dir) is None
+    assert (
+        newest_checkpoint(config.model_copy(update={"checkpoint": Checkpoint(directory="gs://b/c")}), run_dir) is None
+    )
+    place = tmp_path / (directory or "checkpoints")
+    for step in (4, 12, 20, 30):
+        (place / str(step)).mkdir(parents=True)
+        (place / str(step) / "params").write_bytes(b"12345")
+        if step != 30:
+            manifest.write(place / str(step), step, "")
+    (place / "20" / "params").write_bytes(b"1234")
+    assert newest_checkpoint(config, run_dir) == (12, str(place / "12"))
 
 
 def test_what_xla_says_before_it_ends_the_process_is_understood():

@@ -29,14 +29,8 @@ def describe(run_dir: RunDir) -> dict[str, Any]:
         "message": verdict.get("message"),
         "train": newest.get("train"),
         "eval": newest.get("eval"),
-        "checkpoint": newest_checkpoint(config, run_dir),
+        "checkpoint": saved.step if (saved := catalog.newest(config, run_dir)) else None,
     }
-
-
-def newest_checkpoint(config: Config, run_dir: RunDir) -> int | None:
-    """The step of the newest checkpoint that is complete, as far as sizes show; None if there is none."""
-    directory = catalog.location(catalog.directory_of(config, run_dir))
-    return next((entry.step for entry in catalog.entries(directory) if entry.is_good), None)
 
 
 def saved_settings(run_dir: RunDir) -> Config:

@@ -103,6 +103,11 @@ def entries(directory: Path, *, checksums: bool = False) -> list[Entry]:
     return [look(entry, checksums=checksums) for entry in ordered]
 
 
+def newest(config: Config, run_dir: RunDir) -> Entry | None:
+    """A run's newest checkpoint that is complete, as far as sizes show."""
+    return next((entry for entry in entries(location(directory_of(config, run_dir))) if entry.is_good), None)
+
+
 def look(path: Path, *, checksums: bool) -> Entry:
     """What is to be said of the checkpoint in ``path``."""
     step = int(path.name)

@@ -88,7 +88,7 @@ def run(job: Job, place: Place | None = None) -> int:
     """
     run_dir, config = RunDir(Path(job.run_dir)), Config.model_validate(tomllib.loads(job.config))
     place = place or Place()
-    history = [step_of(newest_checkpoint(checkpoint_directory(config, run_dir)))]
+    history = [step_of(newest_checkpoint(config, run_dir))]
     with noting_signals() as signals:
         while True:
             ended = run_attempt(job, place, run_dir, config, signals, history)
@@ -159,7 +159,7 @@ def run_workers(job: Job, group: Group, run_dir: RunDir, config: Config, signals
 
 def conclude(job: Job, group: Group, run_dir: RunDir, config: Config, lead: Lead, history: list[int | None]) -> Ended:
     """On agent 0: the verdict, and whether there is another attempt; then the verdict on this one is recorded."""
-    verdict = lead.conclude(group, newest_checkpoint(checkpoint_directory(config, run_dir)))
+    verdict = lead.conclude(group, newest_checkpoint(config, run_dir))
     history.append(step_of(verdict.last_checkpoint))
     again = restarts.decide(verdict.exit_code, history, job.max_restarts)
     tail, logs = logs_to_show(verdict)
@@ -210,11 +210,6 @@ def record(ended: Ended, run_dir: RunDir, place: Place) -> None:
     for path in paths:
         with suppress(OSError):
             write_json(path, ended.verdict)
-
-
-def checkpoint_directory(config: Config, run_dir: RunDir) -> str:
-    """Where the run's checkpoints are."""
-    return config.checkpoint.directory or str(run_dir.checkpoints)
 
 
 def step_of(saved: Saved | None) -> int | None:

@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.errors import ExitCode
+from trainer.checkpoint import catalog
+from trainer.checkpoint.manifest import is_local
+from trainer.config import Config
+from trainer.errors import ExitCode, InputRefused
 from trainer.resilience import wording
 from trainer.resilience.policy import RankView, Stuck, at_step
 from trainer.resilience.preemption import Ask
@@ -98,16 +100,13 @@ def record(verdict: Verdict, run_dir: RunDir, attempt: int) -> None:
             write_json(directory / "verdict.json", verdict.as_json(attempt))
 
 
-def newest_checkpoint(directory: str) -> Saved | None:
-    """The newest complete checkpoint in a directory of this host's, by a look at names alone.
-
-    A checkpoint gets its name, the step, only once it is whole. None also for an object store, which is not asked.
-    """
-    path = Path(directory)
-    with suppress(OSError):
-        steps = [int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and any(entry.iterdir())]
-        if steps:
-            return Saved(max(steps), str(path / str(max(steps))))
+def newest_checkpoint(config: Config, run_dir: RunDir) -> Saved | None:
+    """The run's newest complete checkpoint. None also where it is in an object store, which is not asked."""
+    if not is_local(config.checkpoint.directory):
+        return None
+    with suppress(OSError, InputRefused):
+        if entry := catalog.newest(config, run_dir):
+            return Saved(entry.step, str(entry.path))
     return None
 
 
