@@ -137,7 +137,7 @@ def test_measured_links_decide_on_one_host_too_and_say_what_a_step_will_take():
 def test_what_is_given_stays():
     choice = sync.choose(LARGE, CLUSTER, algorithm="ring", bucket_mib=3.0)
     assert (choice.algorithm, choice.bucket_mib) == ("ring", 3.0)
-    assert sync.choose(LARGE, CLUSTER, algorithm="hierarchical").across == "ring"
+    assert sync.choose(LARGE, CLUSTER, algorithm="hierarchical").across == "xla"
 
 
 def test_buckets_are_left_out_where_nothing_crosses_a_link():

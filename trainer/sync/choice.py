@@ -13,6 +13,10 @@ LEAF_BY_LEAF = 0.0
 TREE_BYTES = 64 * 2**10
 """Without measured links: gradients below this are bound by the number of messages, not by bytes."""
 
+ACROSS_UNMEASURED = "xla"
+"""How a hierarchical exchange goes across nodes where no link was measured: between hosts the libraries' own all-reduce
+is quicker than the same bytes sent by permutes."""
+
 CANDIDATES = [("xla", "ring"), ("ring", "ring"), ("tree", "ring"), *(("hierarchical", across) for across in ACROSS)]
 """(algorithm, across); of equals the first is taken."""
 
@@ -65,11 +69,11 @@ def choose(
 
     >>> import numpy as np
     >>> choose(np.zeros(10**6), Links(4, 8, 32, "gpu")).reason
-    'hierarchical over ring, since only 1/8 of the gradient then crosses the slow link between 4 nodes'
+    'hierarchical over xla, since only 1/8 of the gradient then crosses the slow link between 4 nodes'
     """
     if algorithm != "auto":
         bucket = _bucket(links, algorithm, bucket_mib)
-        known = across if across != "auto" else "ring"
+        known = across if across != "auto" else ACROSS_UNMEASURED
         choice = Choice(algorithm, known, bucket, f"{algorithm}, as the settings say")
         return choice if profile is None else _with_prediction(choice, gradient, links, profile)
     if links.num_nodes * links.devices_per_node == 1:
@@ -101,7 +105,7 @@ def _by_topology(gradient: Any, links: Links, across: str) -> tuple[str, str, st
         return "tree", "ring", why
     if links.devices_per_node == 1:
         return "xla", "ring", "xla, since nodes of one device have no fast link to make use of"
-    known = across if across != "auto" else "ring"
+    known = across if across != "auto" else ACROSS_UNMEASURED
     share = f"only 1/{links.devices_per_node} of the gradient"
     why = f"hierarchical over {known}, since {share} then crosses the slow link between {links.num_nodes} nodes"
     return "hierarchical", known, why

@@ -43,8 +43,8 @@ class Compression(NamedTuple):
 
     def summing(self, algorithm: str, across: str) -> str:
         """The flat collective by which the members of an exchange sum what adds up as it is."""
-        named, otherwise = (across, "ring") if self.compress == "slow" else (algorithm, "xla")
-        return otherwise if named == "auto" else named
+        named = across if self.compress == "slow" else algorithm
+        return "xla" if named == "auto" else named
 
     def kept(self, group: Group) -> list[str]:
         """What is kept of a group's leaves."""
