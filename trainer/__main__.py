@@ -36,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure here: the exchange, or how training scales.", no_args_is_help=True)
+bench = typer.Typer(help="Measure here: the exchange, codecs, or how training scales.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one.")]
@@ -193,6 +193,25 @@ def bench_sync(
         "profile_path": options.output("--profile", profile),
     }
     _measure(_load(config_path, overrides), "trainer.evidence.exchange_bench:run", processes, args)
+
+
+@bench.command(name="codecs")
+def bench_codecs(
+    config_path: Annotated[str, typer.Argument(metavar="[CONFIG]", help="Its [mesh] names the device.")] = "digits_mlp",
+    overrides: Overrides = None,
+    codecs: Annotated[str, typer.Option(help="Such as int8,topk:ratio=0.05; all if empty.")] = "",
+    mib: Annotated[float, typer.Option(help="Size of the values in float32.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="How long to measure each codec.")] = 1.0,
+    json_path: JsonPath = "",
+) -> None:
+    """Measure codecs on one device: time to encode and decode, bytes saved, and what is dropped."""
+    args = {
+        "codecs": options.codecs(codecs),
+        "mib": options.mib(mib),
+        "seconds": options.seconds(seconds),
+        "json_path": options.output("--json", json_path, or_stdout=True),
+    }
+    _measure(_load(config_path, overrides), "trainer.evidence.codec_bench:run", 1, args)
 
 
 @bench.command(name="scaling")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lab_hosts import bytes_sent
 
 from trainer import mesh as meshes
-from trainer import runtime
+from trainer import runtime, sync
 from trainer.config import Mesh as MeshSettings
 from trainer.placement import Placement
 
@@ -80,6 +80,26 @@ def exchange_program(mesh: Mesh, transform: Any) -> Callable[[Any], Any]:
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
+def carrying_exchange(mesh: Mesh, transform: Any, gradient: Any) -> Callable[[], Any]:
+    """A call that exchanges ``gradient`` once and carries the exchange's state to the next, as a train step does."""
+    specs = sync.state_specs(jax.eval_shape(transform.init, gradient), mesh=mesh)
+    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    state, spec = jax.jit(transform.init, out_shardings=layout)(gradient), PartitionSpec()
+    body = jax.shard_map(transform.update, mesh=mesh, in_specs=(spec, specs), out_specs=(spec, specs), check_vma=False)
+    program = jax.jit(body, donate_argnums=1)
+
+    def call() -> Any:
+        nonlocal state
+        total, state = program(gradient, state)
+        return total, state
+
+    return call
+
+
+def leaves(shapes: Any) -> list[Any]:
+    return jax.tree.leaves(shapes)
+
+
 def transformer_gradient(megabytes: float) -> dict[str, Any]:
     """Shapes of the gradient of a small transformer of about that size (10^6 bytes): embedding, then blocks."""
     width = max(2, round((megabytes * 1e6 / 4 / (BLOCKS * 12 + VOCABULARY_WIDTHS)) ** 0.5))
@@ -100,6 +120,13 @@ def transformer_gradient(megabytes: float) -> dict[str, Any]:
 def ones(mesh: Mesh, shapes: Any) -> Any:
     """Arrays of these shapes on every device."""
     return meshes.place_replicated(mesh, jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes))
+
+
+def normal(mesh: Mesh, shapes: Any) -> Any:
+    """Normal values of these shapes, the same on every device."""
+    generator = np.random.default_rng(0)
+    values = jax.tree.map(lambda leaf: generator.normal(size=leaf.shape).astype(leaf.dtype), shapes)
+    return meshes.place_replicated(mesh, values)
 
 
 def start_bare(job: Mapping[str, Any]) -> Mesh:

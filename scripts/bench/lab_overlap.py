@@ -143,18 +143,23 @@ def show(report: dict) -> str:
     return "\n".join(lines)
 
 
-def torch_python(home: Path) -> str:
-    """The interpreter of an environment with PyTorch, which is made if it is not there."""
+def torch_python(home: Path, *more: str) -> str:
+    """The interpreter of an environment with PyTorch and ``more`` packages, which is made if it is not there."""
     python = home / "bin" / "python"
     if not (home / "complete").exists():
-        print(f"making an environment with {TORCH} in {home}", file=sys.stderr)
-        make = [sys.executable, "-m", "venv", "--clear", str(home)]
-        for command in (make, [str(python), "-m", "pip", "-q", "install", TORCH]):
-            done = subprocess.run(command, stdout=sys.stderr, timeout=1200)
-            if done.returncode:
-                raise lab_hosts.LabFailed(f"{' '.join(command)} ended with code {done.returncode}")
-        (home / "complete").touch()
+        _call(f"making an environment in {home}", sys.executable, "-m", "venv", "--clear", str(home))
+    for package, marker in [(TORCH, "complete"), *((package, f"with-{package}") for package in more)]:
+        if not (home / marker).exists():
+            _call(f"installing {package} in {home}", str(python), "-m", "pip", "-q", "install", package)
+            (home / marker).touch()
     return str(python)
+
+
+def _call(what: str, *command: str) -> None:
+    print(what, file=sys.stderr)
+    done = subprocess.run(command, stdout=sys.stderr, timeout=1200)
+    if done.returncode:
+        raise lab_hosts.LabFailed(f"{' '.join(command)} ended with code {done.returncode}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -40,6 +40,34 @@ def test_the_kernel_counts_what_the_accounting_says(report_of):
         assert row["ratio"] == row["seconds"] / row["bound_seconds"]
 
 
+def check_codec_rows(report, *labels):
+    assert list(report["codecs"]) == ["exact", *labels]
+    exact = report["codecs"]["exact"]
+    for label, row in report["codecs"].items():
+        assert len(row["counted_bytes"]) == 2
+        assert row["ratio"] == row["seconds"] / row["bound_seconds"] > 0, label
+        assert row["times_faster"] == exact["seconds"] / row["seconds"]
+        assert row["times_fewer_bytes"] == max(exact["accounted_bytes"]) / max(row["accounted_bytes"])
+
+
+def test_codecs_send_what_the_accounting_says(report_of):
+    options = ("--devices", 2, "--megabytes", 1, "--rate", "1gbit", "--repetitions", 2)
+    report = report_of("lab_codecs.py", *options, "--codecs", "int8", "topk:ratio=0.1")
+    check_codec_rows(report, "int8", "topk:ratio=0.1")
+    for label, row in report["codecs"].items():
+        assert abs(row["largest_excess"]) < 0.1, label  # such small messages' headers weigh much
+    assert report["codecs"]["int8"]["times_fewer_bytes"] > 3.9
+    assert report["ddp"] == {}
+
+
+def test_whole_steps_are_measured_with_codecs(report_of):
+    options = ("--config", "digits_mlp", "--devices", 1, "--rate", "1gbit", "--repetitions", 2)
+    report = report_of("lab_codecs.py", *options, "--codecs", "sign", "--set", "data.global_batch=16")
+    check_codec_rows(report, "sign")
+    assert report["config"] == "digits_mlp"
+    assert report["payload_bytes"] == 4 * 9610
+
+
 def test_the_fit_predicts_each_measured_point(report_of):
     options = ("--devices", 1, "--largest-mib", 0.02, "--repetitions", 1, "--algorithms", "xla", "tree")
     report = report_of("lab_fit.py", "--rate", "1gbit", "--other-rate", "500mbit", *options)

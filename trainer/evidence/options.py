@@ -1,8 +1,11 @@
 """What may be asked of a benchmark, checked before a worker is started. It does not load JAX."""
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
+from trainer.config import CodecName
 from trainer.errors import SettingsRefused
 
 ALGORITHMS = ("xla", "ring", "tree", "hierarchical", "central")
@@ -15,6 +18,17 @@ LARGEST_SIZE = 2**30
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 LONGEST_SECONDS = 3600.0
+
+CODECS = tuple(name for name in get_args(CodecName) if name != "none")
+LARGEST_MIB = 1024
+
+
+class CodecChoice(NamedTuple):
+    """A codec as a benchmark is asked for it: ``label`` is the text, ``name`` and ``args`` are those of [sync]."""
+
+    label: str
+    name: str
+    args: dict[str, Any]
 
 
 def sizes(text: str) -> list[int]:
@@ -54,6 +68,62 @@ def algorithms(text: str) -> list[str]:
     if unknown := sorted(wanted - set(ALGORITHMS)):
         raise SettingsRefused(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
     return [name for name in ALGORITHMS if name in wanted]
+
+
+def codecs(text: str) -> list[str]:
+    """The codecs that ``text`` lists, as ``codec`` reads them; all with their defaults if it is empty.
+
+    Raises:
+        SettingsRefused: one is none of ours, or stands there twice.
+
+    >>> codecs("int8, topk:ratio=0.05")
+    ['int8', 'topk:ratio=0.05']
+    """
+    labels = [codec(word.strip()).label for word in text.split(",")] if text.strip() else list(CODECS)
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise SettingsRefused(f"--codecs: {twice!r} stands there twice")
+    return labels
+
+
+def codec(word: str) -> CodecChoice:
+    """Reads a codec, and behind colons arguments of it in TOML; whether it takes them is left to it.
+
+    Raises:
+        SettingsRefused: it is none of ours, or an argument is none.
+
+    >>> codec("int4:block_size=64:rounding='stochastic'").args
+    {'block_size': 64, 'rounding': 'stochastic'}
+    """
+    name, *given = word.split(":")
+    if name not in CODECS:
+        raise SettingsRefused(f"--codecs: {name!r} is none of {', '.join(CODECS)}")
+    args: dict[str, Any] = {}
+    for pair in given:
+        if not (argument := _toml(pair)):
+            raise SettingsRefused(
+                f"--codecs: {pair!r} in {word!r} is no argument in TOML: write it as in topk:ratio=0.05"
+            )
+        args |= argument
+    return CodecChoice(word, name, args)
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """What ``text`` says in TOML; nothing if it is none."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def mib(value: float) -> float:
+    """``value``, if that is a size in MiB to measure with.
+
+    Raises:
+        SettingsRefused: it is not.
+    """
+    if not 0 < value <= LARGEST_MIB:
+        raise SettingsRefused(f"--mib {value:g}: give a size above 0, and at most {LARGEST_MIB}")
+    return value
 
 
 def seconds(value: float) -> float:
