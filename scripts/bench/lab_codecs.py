@@ -96,8 +96,9 @@ def _counts(job: dict, mesh, gradient, label: str) -> dict:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    names = ("devices", "megabytes", "bucket_mib", "repetitions", "config", "set")
+    names = ("devices", "megabytes", "repetitions", "config", "set")
     job = {name: getattr(options, name) for name in names} | {"labels": [EXACT, *options.codecs]}
+    job["bucket_mib"] = options.bucket_mib or "auto"
     if options.config and options.ddp:
         raise lab_hosts.LabFailed("--ddp: PyTorch is measured by the exchange, not by steps; leave out --config")
     python = options.torch_python or (torch_python(TORCH_HOME, NUMPY) if options.ddp else None)
@@ -176,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", type=int, default=4, help="of each host")
     add("--rate", default="200mbit", help="of every host's link")
     add("--megabytes", type=float, default=22, help="size of the gradient, in 10^6 bytes; not with --config")
-    add("--bucket-mib", type=float, default="auto", help="as in [sync]")
+    add("--bucket-mib", type=float, help="as in [sync] (default: auto)")
     add("--codecs", nargs="+", type=checked, default=DEFAULT, help="such as int8 topk:ratio=0.05")
     add("--config", default="", help="measure steps of this configuration")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="with --config, as in lockstep train")

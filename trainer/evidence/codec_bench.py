@@ -108,9 +108,7 @@ def samples(side: int) -> dict[str, np.ndarray]:
     return {"normal": generator.normal(size=shape).astype(np.float32), "heavy_tailed": tails.astype(np.float32)}
 
 
-def measure(
-    label: str, codec: Codec, values: Mapping[str, np.ndarray], budget_seconds: float, device: Any
-) -> Measured:
+def measure(label: str, codec: Codec, values: Mapping[str, np.ndarray], budget_seconds: float, device: Any) -> Measured:
     """Times ``codec`` on the first of ``values`` for about ``budget_seconds``, and finds what it drops of each."""
     shape = next(iter(values.values())).shape
     placed = {name: jax.device_put(_as_unit(codec, value), device) for name, value in values.items()}
