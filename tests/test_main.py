@@ -141,6 +141,7 @@ def test_checkpoints_are_listed_verified_and_gone_back_to(finished, tmp_path):
         (["bench", "sync", "--processes", "3"], 2, "--processes 3"),
         (["bench", "scaling", "digits_mlp", "--json", "nowhere/x.json"], 2, "--json nowhere/x.json"),
         (["bench", "scaling", "digits_mlp", "--seconds", "0"], 2, "--seconds 0"),
+        (["bench", "codecs", "--codecs", "int9"], 2, "'int9' is none of bf16"),
         (["status", "nowhere"], 3, "nowhere"),
         (["evaluate", "nowhere"], 3, "nowhere"),
         (["export", "nowhere"], 3, "nowhere"),

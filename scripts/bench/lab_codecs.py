@@ -37,7 +37,11 @@ def worker(job: dict) -> dict:
     import lab_jax
 
     mesh = lab_jax.start(job, job["devices"])
-    subjects = {label: (_step if job["config"] else _exchange)(job, mesh, label) for label in job["labels"]}
+    if job["config"]:
+        subjects = {label: _step(job, mesh, label) for label in job["labels"]}
+    else:
+        gradient = lab_jax.normal(mesh, lab_jax.transformer_gradient(job["megabytes"]))
+        subjects = {label: _exchange(job, mesh, gradient, label) for label in job["labels"]}
     report = {label: {**counts, "seconds": [], "bytes_sent": []} for label, (_, counts) in subjects.items()}
     for repetition in range(WARM_UP + job["repetitions"]):
         for label, (call, _) in subjects.items():
@@ -49,14 +53,13 @@ def worker(job: dict) -> dict:
     return report
 
 
-def _exchange(job: dict, mesh, label: str):
-    """(what exchanges one gradient, what that sends)."""
+def _exchange(job: dict, mesh, gradient, label: str):
+    """(what exchanges the gradient once, what that sends)."""
     import lab_jax
 
     from trainer import sync
 
     settings = sync_settings(label)
-    gradient = lab_jax.normal(mesh, lab_jax.transformer_gradient(job["megabytes"]))
     args = settings.pop("args", {})
     transform = sync.all_reduce(mesh, **settings, codec_args=args, bucket_mib=job["bucket_mib"])
     return lab_jax.carrying_exchange(mesh, transform, gradient), _counts(job, mesh, gradient, label)
@@ -117,16 +120,17 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def _measure_ddp(lab, job: dict, options: argparse.Namespace, python: str) -> list[dict]:
+    import jax
     import lab_jax
 
-    shapes = [list(leaf.shape) for leaf in lab_jax.leaves(lab_jax.transformer_gradient(options.megabytes))]
+    shapes = [list(leaf.shape) for leaf in jax.tree.leaves(lab_jax.transformer_gradient(options.megabytes))]
     return lab_hosts.run(
         lab,
         str(Path(options.script).with_name("lab_ddp_hooks.py")),
         {**job, "shapes": shapes, "labels": DDP, "warm_up": WARM_UP},
         limit_seconds=options.limit,
         python=python,
-        environment={"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": ""},
+        environment={"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
     )
 
 

@@ -59,6 +59,7 @@ def timed(call) -> tuple[float, int]:
 
 
 def worker(job: dict) -> dict:
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", f"tcp://{job['coordinator']}", WAIT, job["num_processes"], job["rank"])
     gradients = [torch.randn(shape) for shape in job["shapes"]]

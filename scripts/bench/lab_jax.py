@@ -96,10 +96,6 @@ def carrying_exchange(mesh: Mesh, transform: Any, gradient: Any) -> Callable[[],
     return call
 
 
-def leaves(shapes: Any) -> list[Any]:
-    return jax.tree.leaves(shapes)
-
-
 def transformer_gradient(megabytes: float) -> dict[str, Any]:
     """Shapes of the gradient of a small transformer of about that size (10^6 bytes): embedding, then blocks."""
     width = max(2, round((megabytes * 1e6 / 4 / (BLOCKS * 12 + VOCABULARY_WIDTHS)) ** 0.5))

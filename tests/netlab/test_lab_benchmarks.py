@@ -60,6 +60,7 @@ def test_codecs_send_what_the_accounting_says(report_of):
     assert report["ddp"] == {}
 
 
+@pytest.mark.slow
 def test_whole_steps_are_measured_with_codecs(report_of):
     options = ("--config", "digits_mlp", "--devices", 1, "--rate", "1gbit", "--repetitions", 2)
     report = report_of("lab_codecs.py", *options, "--codecs", "topk:ratio=0.1", "--set", "data.global_batch=16")
