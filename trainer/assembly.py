@@ -5,6 +5,7 @@ Shapes first: nothing here computes on a device.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -120,9 +121,16 @@ def assemble(config: Config, attempt: int = 1) -> Assembly:
 def exchange_of(
     config: Config, mesh: Mesh, profile: sync.Profile | None, num_hosts: int | None
 ) -> optax.GradientTransformation:
-    """The exchange that ``[sync]`` asks for, over ``mesh``, however the step is mapped over it."""
-    return sync.all_reduce(
-        mapping.mapped_mesh(mesh, config.sync.mapping),
+    """The exchange that ``[sync]`` asks for, over ``mesh``, however the step is mapped over it.
+
+    Of onebit_adam it is that optimizer's too, up to the learning rate.
+    """
+    settings, mapped = config.optimizer, mapping.mapped_mesh(mesh, config.sync.mapping)
+    exchange = sync.all_reduce
+    if settings.name == "onebit_adam":
+        exchange = partial(sync.onebit_adam, beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps)
+    return exchange(
+        mapped,
         axes=mapping.mapped_axes(config.sync.mapping),
         devices_per_node=meshes.devices_per_node(mesh),
         algorithm=config.sync.algorithm,

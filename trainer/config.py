@@ -35,7 +35,7 @@ RunName = Annotated[
 ]
 SourceName = Literal["digits", "text", "npz", "tokens", "images", "arrayrecord", "synthetic"]
 """The data sources that need no import path; ``typing.get_args`` lists them."""
-OptimizerName = Literal["sgd", "adamw", "lamb", "lion"]
+OptimizerName = Literal["sgd", "adamw", "lamb", "lion", "onebit_adam"]
 """The optimizers that need no import path; ``typing.get_args`` lists them."""
 CodecName = Literal["none", "bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd"]
 """How contributions are written on the wire; the rows of ``trainer.sync.codecs.CODECS``, and none."""
@@ -127,13 +127,13 @@ class Data(Settings):
     """Keywords for the source's constructor."""
 
 
-_ADAM_LIKE = ("adamw", "lamb", "lion")
+_ADAM_LIKE = ("adamw", "lamb", "lion", "onebit_adam")
 _USERS = {
     "momentum": ("sgd",),
     "nesterov": ("sgd",),
     "beta1": _ADAM_LIKE,
     "beta2": _ADAM_LIKE,
-    "eps": ("adamw", "lamb"),
+    "eps": ("adamw", "lamb", "onebit_adam"),
 }
 """The optimizers that read a setting; any other would ignore it in silence, and so refuses it."""
 
@@ -142,7 +142,8 @@ class Optimizer(Settings):
     """How parameters follow gradients."""
 
     name: OptimizerName | ImportPath = "adamw"
-    """sgd, adamw, lamb, lion, or the import path of a function (learning_rate, **args) -> optax transformation."""
+    """sgd, adamw, lamb, lion, onebit_adam (Adam whose momentum is what sync.codec compresses, after sync.warmup_steps),
+    or the import path of a function (learning_rate, **args) -> optax transformation."""
     learning_rate: NonNegativeFloat = 1e-3
     """The peak, reached after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -160,11 +161,11 @@ class Optimizer(Settings):
     nesterov: bool = False
     """Of sgd."""
     beta1: Fraction = 0.9
-    """Of adamw, lamb and lion."""
+    """Of adamw, lamb, lion and onebit_adam."""
     beta2: Fraction = 0.999
-    """Of adamw, lamb and lion (for lion 0.99 is usual)."""
+    """Of adamw, lamb, lion (for lion 0.99 is usual) and onebit_adam."""
     eps: PositiveFloat = 1e-8
-    """Of adamw and lamb."""
+    """Of adamw, lamb and onebit_adam."""
     accumulate_steps: PositiveInt = 1
     """Virtual replicas that each replica computes one after another in a step, which is gradient accumulation.
     Read where mesh.virtual_replicas is auto."""
@@ -193,6 +194,10 @@ class Optimizer(Settings):
             problems.append(f"args: only an optimizer named by import path takes args, and {self.name} is none")
         if self.nesterov and self.momentum == 0 and self.name == "sgd":
             problems.append("nesterov: needs momentum > 0, and momentum is 0")
+        if self.name == "onebit_adam" and is_set("clip_norm"):
+            problems.append(
+                "clip_norm: onebit_adam exchanges its momentum, so no gradient is left to clip; leave it out"
+            )
         if self.schedule == "constant" and is_set("final_fraction"):
             problems.append('final_fraction: the schedule "constant" would ignore it; choose "linear" or "cosine"')
         _refuse(problems)
@@ -255,7 +260,7 @@ class Sync(Settings):
     error_feedback: bool = True
     """Whether what a codec dropped is added to the next contribution; read where there is a codec."""
     warmup_steps: NonNegativeInt = 0
-    """Updates that are exchanged exactly before the codec is used."""
+    """Updates that are exchanged exactly before the codec is used; onebit_adam then freezes its variance."""
     momentum_correction: Fraction = 0.0
     """Momentum applied before the codec, in place of the optimizer's; it needs error_feedback."""
     args: Args = Field(default_factory=dict)
@@ -401,6 +406,20 @@ class Debug(Settings):
     """Failures to stage."""
 
 
+def _problems_of_onebit_adam(sync: Sync) -> list[str]:
+    """What does not go with the optimizer that exchanges its momentum."""
+    if sync.codec == "none":
+        return ['sync.codec: onebit_adam compresses its momentum; choose a codec, such as "sign"']
+    problems: list[str] = []
+    if sync.warmup_steps == 0:
+        problems.append("sync.warmup_steps: onebit_adam freezes the variance learned in the warm-up; give 1 or more")
+    if not sync.error_feedback:
+        problems.append("sync.error_feedback: onebit_adam goes wrong without it; leave it out")
+    if sync.momentum_correction:
+        problems.append("sync.momentum_correction: onebit_adam exchanges its momentum already; leave it out")
+    return problems
+
+
 class Config(Settings):
     """The whole tree."""
 
@@ -427,8 +446,10 @@ class Config(Settings):
             problems.append(
                 f"data.global_batch: must be a multiple of mesh.virtual_replicas = {virtual}, such as {nearest}"
             )
+        if self.optimizer.name == "onebit_adam":
+            problems += _problems_of_onebit_adam(self.sync)
         has_momentum = self.optimizer.momentum > 0 or (self.optimizer.name in _ADAM_LIKE and self.optimizer.beta1 > 0)
-        if self.sync.momentum_correction and has_momentum:
+        if self.sync.momentum_correction and has_momentum and self.optimizer.name != "onebit_adam":
             problems.append(
                 f"sync.momentum_correction: {self.optimizer.name} has a momentum of its own, and both would be "
                 "applied; set that to 0, or leave this out"

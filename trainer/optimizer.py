@@ -226,11 +226,17 @@ def _lion(settings: Optimizer, rate: optax.Schedule, mask: PyTree) -> optax.Grad
     return optax.lion(rate, settings.beta1, settings.beta2, weight_decay=settings.weight_decay, mask=mask)
 
 
+def _onebit_adam(settings: Optimizer, rate: optax.Schedule, mask: PyTree) -> optax.GradientTransformation:
+    """All but the direction, which comes out of the exchange: see ``sync.onebit_adam``."""
+    return _with_decay(optax.scale_by_learning_rate(rate), settings, rate, mask)
+
+
 _NAMED: dict[str, Callable[[Optimizer, optax.Schedule, PyTree], optax.GradientTransformation]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "lamb": _lamb,
     "lion": _lion,
+    "onebit_adam": _onebit_adam,
 }
 """The optimizers of ``config.OptimizerName``."""
 

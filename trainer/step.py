@@ -62,7 +62,7 @@ class Report(NamedTuple):
     step, num_updates, consecutive_skips: after the step.
     metrics:      (sum, weight) of the loss and of the task's metrics.
     examples:     real examples in the batch.
-    grad_norm:    global norm of the exchanged gradient, before clipping.
+    grad_norm:    global norm of the exchanged gradient, before clipping; of onebit_adam, of its direction.
     learning_rate: the one that the step's update uses.
     non_finite:   float32 of shape (replicas,): 1 where a replica's own contribution was not finite.
     applied:      whether the update was applied.

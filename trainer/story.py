@@ -121,7 +121,8 @@ def _exchange(pieces: Assembly) -> str:
     where = "across nodes, exact within them" if settings.compress == "slow" else "everywhere"
     feedback = "with" if settings.error_feedback else "without"
     warmup = f", after {settings.warmup_steps:,} exact updates" if settings.warmup_steps else ""
-    return f"{settings.codec} {where}, {feedback} error feedback{warmup}"
+    what = f"{settings.codec} of the momentum" if pieces.config.optimizer.name == "onebit_adam" else settings.codec
+    return f"{what} {where}, {feedback} error feedback{warmup}"
 
 
 def topology(pieces: Assembly) -> dict[str, int]:

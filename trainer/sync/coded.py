@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trainer.sync import error_feedback, lanes
 from trainer.sync.codecs.base import Codec, Exchanged, Wire
 from trainer.sync.compression import Compression, check_state, closed, opened
-from trainer.sync.error_feedback import Memory
+from trainer.sync.error_feedback import Memory, zero_unless
 from trainer.sync.lanes import Lane
 from trainer.sync.levels import Topology
 from trainer.sync.state import SyncState
@@ -35,7 +35,7 @@ class _Turn(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What came of a bucket. values: what was to be sent; memory: what is kept afterwards."""
+    """What came of a bucket. values: what was to be sent, before any mask; memory: what is kept afterwards."""
 
     exchanged: Exchanged
     values: list[jax.Array]
@@ -48,7 +48,13 @@ class _Done(NamedTuple):
 
 
 def exchange(
-    how: Compression, levels: Topology, algorithm: str, bucket_bytes: float, updates: Any, state: SyncState
+    how: Compression,
+    levels: Topology,
+    algorithm: str,
+    bucket_bytes: float,
+    updates: Any,
+    state: SyncState,
+    mask: Any = None,
 ) -> tuple[list[jax.Array], SyncState]:
     """The sums of all replicas' contributions, as the codec left them, and the next state.
 
@@ -58,9 +64,11 @@ def exchange(
         algorithm: the flat collective by which vectors are summed that add up as they are.
         updates: a pytree of float32 contributions; the sums come as the list of its leaves.
         state: one owner's.
+        mask: where it is False, sums are zero and nothing is kept; a tree of bools like ``updates``, or None for all.
     """
     check_state(how, updates, state, levels)
     values, structure = jax.tree.flatten(updates)
+    masks = None if mask is None else structure.flatten_up_to(mask)
     shapes = [value.shape for value in values]
     kept, states = opened(structure, state)
     turn = _turn(how, levels, state)
@@ -77,6 +85,7 @@ def exchange(
             lane.collect([values[index] for index in bucket]),
             {name: lane.read(found, chosen) for name, found in blocks.items()},
             [states[index] for index in bucket],
+            None if masks is None else lane.read([masks[index][None] for index in bucket], chosen),
         )
         finite.append(done.is_finite())
         for index, total in zip(bucket, lane.spread(done.exchanged.totals, chosen), strict=True):
@@ -105,22 +114,34 @@ def _key(turn: _Turn, bucket: int, lane: Lane) -> jax.Array:
 
 
 def _exchange_bucket(
-    turn: _Turn, codec: Codec, lane: Lane, values: Sequence[jax.Array], memory: Pieces, states: list[Any]
+    turn: _Turn,
+    codec: Codec,
+    lane: Lane,
+    values: Sequence[jax.Array],
+    memory: Pieces,
+    states: list[Any],
+    masks: Sequence[jax.Array] | None,
 ) -> _Done:
     """Adds what was kept back, exchanges, and keeps what was not sent."""
+
+    def masked(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(pieces) if masks is None else [zero_unless(*pair) for pair in zip(masks, pieces, strict=True)]
+
     before = [Memory(**{name: pieces[at] for name, pieces in memory.items()}) for at in range(len(values))]
     begun = [
         error_feedback.accumulate(value, owned, turn.owners, turn.how.momentum)
         for value, owned in zip(values, before, strict=True)
     ]
-    values = [value for value, _ in begun]
+    whole = [value for value, _ in begun]
+    values = masked(whole)
     exchanged = _coded(turn, codec, values, states if codec.unit == "leaf" else [()] * len(values), lane.wire)
+    exchanged = exchanged._replace(totals=masked(exchanged.totals), sent=masked(exchanged.sent))
     is_forgotten = turn.is_warm if codec.sparse else False
     after = [
         error_feedback.settle(value, sent, owned._replace(velocity=velocity), turn.owners, is_forgotten)
-        for (value, velocity), sent, owned in zip(begun, exchanged.sent, before, strict=True)
+        for value, (_, velocity), sent, owned in zip(values, begun, exchanged.sent, before, strict=True)
     ]
-    return _Done(exchanged, values, {name: [getattr(owned, name) for owned in after] for name in memory})
+    return _Done(exchanged, whole, {name: masked([getattr(owned, name) for owned in after]) for name in memory})
 
 
 def _coded(turn: _Turn, codec: Codec, values: list[jax.Array], states: list[Any], wire: Wire) -> Exchanged:

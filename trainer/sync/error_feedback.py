@@ -57,3 +57,8 @@ def settle(
     if velocity is not None:
         velocity = jnp.where(jnp.logical_and(is_forgotten, sent != 0), 0, velocity)
     return Memory(residual, velocity)
+
+
+def zero_unless(mask: jax.Array, value: jax.Array) -> jax.Array:
+    """``value`` where ``mask`` is True, elsewhere zero."""
+    return jnp.where(mask, value, jnp.zeros_like(value))

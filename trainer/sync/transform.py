@@ -16,6 +16,7 @@ from trainer.sync.choice import Links, choose
 from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression
 from trainer.sync.cost import Profile
+from trainer.sync.error_feedback import zero_unless
 from trainer.sync.lanes import Compress
 from trainer.sync.levels import divide, topology
 from trainer.sync.state import SyncState
@@ -55,7 +56,7 @@ def all_reduce(
     warmup_steps: int = 0,
     momentum_correction: float = 0.0,
     seed: int = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replaces each replica's updates by their mean, or their sum, over all replicas: identical bits on every one.
 
     It is summed in float32, which is also what is on the wire, and returned in each leaf's own dtype, or in
@@ -66,6 +67,9 @@ def all_reduce(
 
     With a codec, what crosses the slow link is encoded, and a replica's updates that are not finite make all results
     NaN and leave the state as it was. Leaves that the codec does not apply to are exchanged exactly.
+
+    ``update`` takes ``mask``, a tree of bools like the updates and the same on all replicas: where it is False the
+    result is zero and nothing is kept back, which no codec that sends every element could promise.
 
     Args:
         mesh: the mesh of the surrounding ``shard_map``. Without it the arguments that need it are checked when the
@@ -128,13 +132,14 @@ def all_reduce(
             return SyncState()
         return compression.initial(chosen, params, _owners_here(settings, chosen, mesh))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        if chosen is None:
-            return _exchange(settings, mesh, updates), state
-        return _exchange_coded(settings, chosen, mesh, updates, state)
+    def update(updates: Any, state: Any, params: Any = None, *, mask: Any = None, **others: Any) -> tuple[Any, Any]:
+        del params, others
+        if chosen is not None:
+            return _exchange_coded(settings, chosen, mesh, updates, state, mask)
+        done = _exchange(settings, mesh, updates)
+        return (done if mask is None else jax.tree.map(zero_unless, mask, done)), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
@@ -153,7 +158,7 @@ def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
 
 
 def _exchange_coded(
-    settings: _Settings, how: Compression, mesh: Mesh | None, updates: Any, state: Any
+    settings: _Settings, how: Compression, mesh: Mesh | None, updates: Any, state: Any, mask: Any
 ) -> tuple[Any, SyncState]:
     sizes = _sizes_here(settings, mesh)
     _check_sizes(settings, sizes)
@@ -162,7 +167,7 @@ def _exchange_coded(
     divisor = math.prod(sizes) if settings.reduce == "mean" else 1
     contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / divisor, updates)
     algorithm, bucket_bytes = how.summing(settings.algorithm, settings.across), how.bucket_bytes(settings.bucket_mib)
-    totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state)
+    totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state, mask)
     leaves, structure = jax.tree.flatten(updates)
     dtype = settings.output_dtype
     done = [total.astype(given.dtype if dtype is None else dtype) for total, given in zip(totals, leaves, strict=True)]
