@@ -97,18 +97,16 @@ def onebit_adam(
     _check(warmup_steps, exchange)
     rule, axes = _Rule(warmup_steps, beta1, beta2, eps), exchange.get("axes", ("node", "local"))
     axes = axes if isinstance(axes, str) else tuple(axes)
-    inner = all_reduce(
-        mesh,
-        codec=_every_element(codec, codec_args or {}),
-        warmup_steps=warmup_steps,
-        **exchange | {"error_feedback": True},
-    )
+    others = {name: value for name, value in exchange.items() if name != "error_feedback"}
+    chosen = _every_element(codec, codec_args or {})
+    inner = all_reduce(mesh, codec=chosen, warmup_steps=warmup_steps, error_feedback=True, **others)
 
     def init(params: optax.Params) -> OneBitAdamState:
         def zeros() -> Any:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
 
-        return OneBitAdamState(zeros(), zeros(), inner.init(params))
+        start: Any = inner.init(params)
+        return OneBitAdamState(zeros(), zeros(), start)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -122,7 +120,8 @@ def onebit_adam(
             return jnp.where(is_warm, beta1 * m / shares + (1 - beta1) * gradient, gradient)
 
         mask = jax.tree.map(lambda v: ~is_warm | (v > 0), state.v)
-        total, sync = inner.update(jax.tree.map(to_send, updates, state.m), state.exchange, mask=mask)
+        sent: tuple[Any, Any] = inner.update(jax.tree.map(to_send, updates, state.m), state.exchange, mask=mask)
+        total, sync = sent
         m, v = rule.moments(total, state, is_warm)
         direction = rule.direction(m, v, count + 1)
         # Of a large gradient the square can overflow, which makes the direction zero, and v infinite for good.
