@@ -8,6 +8,7 @@ import pytest
 from compressed import Loop, assert_same_rows, contributions, kept
 from exchanges import AXES, mesh_of
 from jax.sharding import PartitionSpec
+from test_codec_steps import Half
 from test_loop import run, settings, training
 from toy import Perceptron, Runner, rows
 
@@ -144,6 +145,21 @@ def test_a_mean_is_a_sum_of_shares():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), mean, total)
 
 
+def test_the_moments_are_replicated_and_the_residual_has_owners():
+    mesh = mesh_of(2, 2)
+    state = jax.eval_shape(sync.onebit_adam(mesh, warmup_steps=1).init, {"w": jnp.zeros((4, 3), jnp.bfloat16)})
+    specs = sync.state_specs(state, mesh=mesh)
+    assert state.m["w"].dtype == state.v["w"].dtype == jnp.float32
+    assert specs.m["w"] == specs.v["w"] == PartitionSpec()
+    assert specs.exchange.by_shard["residual"]["w"] == PartitionSpec("node", "local")
+    assert sync.num_owners(state) == 2
+    assert jax.eval_shape(lambda: sync.resize(state_of_ones(state), 4)).exchange.by_shard["residual"]["w"].shape[0] == 4
+
+
+def state_of_ones(shapes):
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+
+
 @pytest.mark.parametrize("codec", ["none", "int8", "sign", pytest.param("topk", marks=pytest.mark.slow)])
 def test_what_is_masked_out_is_neither_sent_nor_kept(codec):
     mesh = mesh_of(2, 2)
@@ -191,11 +207,11 @@ def test_a_gradient_whose_square_overflows_leaves_the_state_as_it_was():
 SETTINGS = Optimizer(name="onebit_adam", learning_rate=1e-2, eps=1e-3, weight_decay=0.1, non_finite="skip")
 
 
-def runner(mapping="shard_map", **arguments):
-    exchange = {"warmup_steps": 2, "eps": 1e-3, **arguments}
+def runner(mapping="shard_map", task=Perceptron):
+    exchange = {"warmup_steps": 2, "eps": 1e-3}
     mesh = mesh_of(2, 2)
     return Runner(
-        Perceptron(),
+        task(),
         mesh,
         SETTINGS,
         num_virtual_replicas=8,
@@ -232,7 +248,8 @@ def test_the_warm_up_in_a_train_step_is_adamw():
 
 
 def test_it_is_the_same_under_pmap():
-    runners = [runner(mapping) for mapping in ("shard_map", "pmap")]
+    """With a model that computes in bfloat16."""
+    runners = [runner(mapping, Half) for mapping in ("shard_map", "pmap")]
     for seed in range(4):
         for one in runners:
             one.step(rows(32, seed=seed))

@@ -81,7 +81,8 @@ def onebit_adam(
 
     Args:
         mesh: as of ``all_reduce``.
-        warmup_steps: updates until the variance is frozen, at least 1; the paper takes 15 to 20 % of a run.
+        warmup_steps: updates until the variance is frozen, at least 1: enough for it to have settled, and to have seen
+            every element that is to be trained.
         codec: one that sends every element: "sign", or for more bits "bf16", "fp16", "int8", "int4"; or your own.
         codec_args: keywords for a codec that is given by its name.
         exchange: further arguments of ``all_reduce``: ``compress``, ``axes``, ``devices_per_node``, ``reduce``, ….
