@@ -208,17 +208,8 @@ SETTINGS = Optimizer(name="onebit_adam", learning_rate=1e-2, eps=1e-3, weight_de
 
 
 def runner(mapping="shard_map", task=Perceptron):
-    exchange = {"warmup_steps": 2, "eps": 1e-3}
-    mesh = mesh_of(2, 2)
-    return Runner(
-        task(),
-        mesh,
-        SETTINGS,
-        num_virtual_replicas=8,
-        mapping=mapping,
-        all_reduce=sync.onebit_adam,
-        exchange=exchange,
-    )
+    how = {"mapping": mapping, "all_reduce": sync.onebit_adam, "exchange": {"warmup_steps": 2, "eps": 1e-3}}
+    return Runner(task(), mesh_of(2, 2), SETTINGS, num_virtual_replicas=8, **how)
 
 
 def test_a_step_that_is_not_finite_is_skipped_before_and_after_the_border():

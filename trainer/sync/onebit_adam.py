@@ -74,10 +74,13 @@ def onebit_adam(
 ) -> optax.GradientTransformation:
     """Replaces each replica's gradients by 1-bit Adam's direction, the same bits on every one; exchange included.
 
-    The first ``warmup_steps`` updates are Adam's, of gradients that are exchanged exactly, in float32. It is called as
-    ``all_reduce`` is, in the place of both the exchange and Adam, and without clipping in front. The direction has
-    each leaf's own dtype; to be scaled by the learning rate. Gradients that are not finite, on any replica, make it NaN
-    everywhere and leave the state as it was. ``state_specs``, ``resize`` and ``from_pmap`` know the state.
+    The first ``warmup_steps`` updates are Adam's, of gradients that are exchanged exactly, in float32. Later the
+    direction is the momentum, as it came out of the compressed exchange, over the root of the variance as it was then;
+    zero where the variance is exactly zero. Called as ``all_reduce`` is, in the place of both the exchange and Adam,
+    and without clipping in front; it has each leaf's own dtype, to be scaled by the learning rate.
+
+    Gradients that are not finite, on any replica, make it NaN everywhere and leave the state as it was. The state is an
+    ``OneBitAdamState``, which ``state_specs``, ``resize``, ``from_pmap`` and ``to_pmap`` know.
 
     Args:
         mesh: as of ``all_reduce``.
