@@ -152,6 +152,14 @@ def test_an_empty_directory_and_other_things_named_like_steps_are_passed_over(co
     assert "300 is passed over: it has no manifest.json" in found.warnings[1]
 
 
+def test_a_pipe_for_a_manifest_is_damage_and_holds_nobody_up(copy):
+    (copy / "2" / "manifest.json").unlink()
+    os.mkfifo(copy / "2" / "manifest.json")
+    found = catalog.select(copy)
+    assert found.step == 1
+    assert "manifest.json is no regular file" in found.warnings[0]
+
+
 def test_what_a_save_left_when_it_was_cut_off_is_no_checkpoint_and_does_not_stay(copy):
     (copy / "2" / "manifest.json").unlink()
     (copy / "3.orbax-checkpoint-tmp").mkdir()

@@ -236,3 +236,13 @@ def test_the_current_directory_may_hold_a_users_own_task(tmp_path):
     done = lockstep("train", "mine.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "2").is_dir()
+
+
+def test_an_output_that_cannot_be_written_is_said_in_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "trainer", "config", "digits_mlp"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "lockstep: the output cannot be written: No space left on device\n",
+    )

@@ -160,8 +160,15 @@ def test_read_orders_by_step_and_takes_the_later_attempt(path):
     _write(path, *first)
     _write(path, *second)
     assert [(r["step"], r["loss"]) for r in metrics.read(path, "train")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
-    assert [(r["step"], r["loss"]) for r in metrics.read(path, "eval")] == [(3, 1.0)]
-    assert len(metrics.read(path)) == 5
+    assert metrics.read(path, "eval") == [], "undone, and not repeated yet"
+    assert len(metrics.read(path)) == 4
+
+
+def test_what_a_later_attempt_went_back_behind_is_left_out(path):
+    first = [TRAIN | {"step": step, "attempt": 1} for step in (1, 2, 3, 4)] + [EVAL | {"step": 4, "attempt": 1}]
+    _write(path, *first, EVAL | {"step": 2, "attempt": 1}, TRAIN | {"step": 3, "attempt": 2})
+    assert [(r["step"], r["attempt"]) for r in metrics.read(path, "train")] == [(1, 1), (2, 1), (3, 2)]
+    assert [r["step"] for r in metrics.read(path, "eval")] == [2]
 
 
 def test_the_later_attempt_wins_whatever_the_order_of_lines(path):

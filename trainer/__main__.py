@@ -10,9 +10,11 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
     # Until the agent heeds it, Ctrl-C ends the program without a word, and not with a traceback from some import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import errno
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,6 +96,8 @@ def train(
         config = config_file.continued(saved_settings(directory), config)
     if from_step is not None and place.host_index == 0:
         go_back(config, directory, from_step)
+    if resume and place.host_index == 0 and (newest := catalog.newest(config, directory)):
+        catalog.refuse_shorter(newest.path, newest.step, config.run.num_steps)  # before it counts as an attempt
     attempt = directory.begin_attempt(overwrite) if place.host_index == 0 else 0
     job = Job(config_file.dump(config), str(directory.path), attempt, processes, max_restarts=max_restarts)
     _run(job, place, here=no_agent)
@@ -300,6 +304,12 @@ def main() -> None:
         for line in str(error).splitlines():
             print(f"lockstep: {line}", file=sys.stderr)
         sys.exit(int(error.exit_code))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EIO):
+            raise
+        with suppress(OSError):
+            print(f"lockstep: the output cannot be written: {error.strerror}", file=sys.stderr)
+        os._exit(int(ExitCode.PROGRAM_FAULT))  # an orderly exit would try to write the rest
 
 
 if __name__ == "__main__":

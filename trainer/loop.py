@@ -221,11 +221,7 @@ def starting_state(
             f"checkpoint.directory = {checkpoints.directory} holds checkpoints already (step {newest}): point "
             "checkpoint.directory elsewhere, or resume the run they belong to"
         )
-    if newest > config.run.num_steps:
-        raise InputRefused(
-            f"{checkpoints.path(newest)} is at step {newest}, past run.num_steps = {config.run.num_steps}: "
-            f"set run.num_steps to {newest} or more"
-        )
+    catalog.refuse_shorter(checkpoints.path(newest), newest, config.run.num_steps)
     with progress.current().phase("checkpoint"):
         restored = checkpoints.restore(newest, pieces.shapes)
     pieces.loader.check_state(restored.data)

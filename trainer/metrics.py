@@ -166,8 +166,9 @@ class MetricsWriter:
 def read(path: str | Path, kind: str | None = None) -> list[Row]:
     """The rows of the metrics.jsonl at ``path``, of one ``kind`` or (None) of all, ordered by step.
 
-    A step that was repeated after a restart is returned once, as the later attempt saw it. An unfinished last line is
-    left out: its writer was killed, or is writing it now. Raises InputRefused if there is no such file, or if any other
+    A step that was repeated after a restart is returned once, as the later attempt saw it; what an earlier attempt did
+    past the point where a later one began is left out, for it was undone. So is an unfinished last line: its writer was
+    killed, or is writing it now. Raises InputRefused if there is no such file, or if any other
     line is not a row; the message names the line.
     """
     try:
@@ -188,8 +189,17 @@ def read(path: str | Path, kind: str | None = None) -> list[Row]:
         earlier = latest.get((row["kind"], row["step"]))
         if earlier is None or row["attempt"] >= earlier["attempt"]:
             latest[row["kind"], row["step"]] = row
-    rows = [row for (row_kind, _), row in latest.items() if kind in (None, row_kind)]
+    begun: dict[int, int] = {}
+    for row in latest.values():
+        if row["kind"] == "train":
+            begun[row["attempt"]] = min(row["step"], begun.get(row["attempt"], row["step"]))
+    rows = [row for (row_kind, _), row in latest.items() if kind in (None, row_kind) and not _is_undone(row, begun)]
     return sorted(rows, key=lambda row: row["step"])
+
+
+def _is_undone(row: Row, begun: dict[int, int]) -> bool:
+    """Whether an attempt later than the row's began at its step or before; ``begun``: each attempt's first step."""
+    return any(attempt > row["attempt"] and first <= row["step"] for attempt, first in begun.items())
 
 
 def _parse(line: bytes) -> Row | None:

@@ -108,6 +108,18 @@ def newest(config: Config, run_dir: RunDir) -> Entry | None:
     return next((entry for entry in entries(location(directory_of(config, run_dir))) if entry.is_good), None)
 
 
+def refuse_shorter(path: Path | str, step: int, num_steps: int) -> None:
+    """Refuses to go on from a checkpoint that is past the end of the run.
+
+    Raises:
+        InputRefused: it is.
+    """
+    if step > num_steps:
+        raise InputRefused(
+            f"{path} is at step {step}, past run.num_steps = {num_steps}: set run.num_steps to {step} or more"
+        )
+
+
 def look(path: Path, *, checksums: bool) -> Entry:
     """What is to be said of the checkpoint in ``path``."""
     step = int(path.name)

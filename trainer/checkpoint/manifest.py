@@ -85,8 +85,11 @@ def read(directory: Path) -> Manifest | None:
     Raises:
         Damaged: it cannot be read, or is not as it was written.
     """
+    path = directory / NAME
     try:
-        content = (directory / NAME).read_bytes()
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise Damaged(f"{NAME} is no regular file")
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -38,6 +38,10 @@ LEAVE_SECONDS = 10.0
 """How long the agents wait for each other once the verdict is agreed."""
 
 
+RETRYABLE = (ExitCode.STUCK, ExitCode.DIED, ExitCode.PREEMPTED)
+"""Ends after which it is worth saying where to go on from."""
+
+
 @dataclass
 class Signals:
     """The signals that the agent was sent, in order."""
@@ -300,3 +304,6 @@ def announce(ended: Ended, run_dir: RunDir, place: Place) -> None:
         for rank in ended.logs:
             tell(f"the log is {run_dir.log(ended.attempt, rank)}")
     tell(ended.verdict["message"])
+    following = ended.verdict["next"]
+    if ended.verdict["exit_code"] in RETRYABLE and not following.startswith("nothing"):
+        tell(f"next: {following}")
