@@ -122,7 +122,9 @@ def _exchange(pieces: Assembly) -> str:
     feedback = "with" if settings.error_feedback else "without"
     warmup = f", after {settings.warmup_steps:,} exact updates" if settings.warmup_steps else ""
     what = f"{settings.codec} of the momentum" if pieces.config.optimizer.name == "onebit_adam" else settings.codec
-    return f"{what} {where}, {feedback} error feedback{warmup}"
+    sent = wire_bytes(pieces)(settings.warmup_steps)["wire_bytes_slow"]
+    saved = f" ({sent:,} bytes from each device to other nodes)" if sent else ""
+    return f"{what} {where}, {feedback} error feedback{warmup}{saved}"
 
 
 def topology(pieces: Assembly) -> dict[str, int]:
