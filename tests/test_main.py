@@ -246,3 +246,11 @@ def test_an_output_that_cannot_be_written_is_said_in_one_line():
         1,
         "lockstep: the output cannot be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(("codec", "args"), [("powersgd", "rank=0"), ("topk", "ratio=2"), ("int8", "rank=4")])
+def test_a_codecs_arguments_are_refused_before_anything_starts(codec, args):
+    done = lockstep("config", "digits_mlp", "--set", f'sync.codec="{codec}"', "--set", f"sync.args.{args}")
+    assert done.returncode == 2
+    assert f"sync.args.{args.split('=')[0]}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -241,7 +241,12 @@ def bench_scaling(
 def _load(path: str, overrides: list[str] | None) -> Config:
     beside = Path(__file__).parents[1] / "configs"  # a user may have a package 'configs' too
     shipped = beside if beside.is_dir() else Path(str(files("configs")))
-    return config_file.load(path, overrides or (), search=[shipped])
+    config = config_file.load(path, overrides or (), search=[shipped])
+    if config.sync.codec != "none":
+        from trainer.sync import codecs  # only now: it loads JAX, though it starts nothing
+
+        codecs.build(config.sync.codec, config.sync.args)  # refuses arguments before any device is touched
+    return config
 
 
 def go_back(config: Config, directory: RunDir, step: int) -> None:
