@@ -38,7 +38,7 @@ stage() { # NAME COMMAND …
 }
 
 run_pytest() { # PYTHON ARGUMENTS …
-    "$1" -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile "${selection[@]}" "${@:2}"
+    "$1" -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "${selection[@]}" "${@:2}"
 }
 
 install_wheel() { # into an environment that borrows the dependencies of $venv, but not its link to the checkout

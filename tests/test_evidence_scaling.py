@@ -145,6 +145,7 @@ def test_replicas_double_within_a_node_and_then_across():
     assert jax.device_count() == 8
 
 
+@pytest.mark.slow
 def test_processes_that_take_no_part_wait_for_those_that_do(tmp_path):
     command = [sys.executable, "-m", "trainer", "bench", "scaling", "digits_mlp", "--processes", "2"]
     command += ["--set", "mesh.devices_per_node=1", "--seconds", "0.05", "--json", "-"]

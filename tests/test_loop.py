@@ -94,6 +94,7 @@ def test_an_epoch_is_a_permutation_with_a_short_last_batch(tmp_path):
     assert rows[3]["example_ids"] != rows[0]["example_ids"]
 
 
+@pytest.mark.slow
 def test_a_batch_norm_model_runs_and_resumes_bit_for_bit(tmp_path):
     resnet = {"target": "models.resnet:ResNetClassifier"}
     resnet["args"] = {"image_size": 8, "channels": 1, "num_classes": 10, "depth": 18, "width": 4}

@@ -184,6 +184,7 @@ def run(path, mapping, num_steps):
     return metrics.read(run_dir.metrics)
 
 
+@pytest.mark.slow
 def test_a_run_may_change_its_mapping_when_it_is_resumed(tmp_path):
     whole = run(tmp_path / "whole", "shard_map", 4)
     run(tmp_path / "parts", "pmap", 2)

@@ -255,6 +255,7 @@ def test_the_compressing_shard_map_loop_is_saved_resumed_and_resized(tmp_path):
         assert_close_to_exact(ours, plain)
 
 
+@pytest.mark.slow
 def test_the_compressing_pmap_loop_is_saved_resumed_and_resized(tmp_path):
     def run(state, step, steps, num_devices):
         for number in steps:

@@ -174,6 +174,7 @@ def tmpfs(path, size):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system to be filled")
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_plainly_and_it_goes_on_once_there_is_room(tmp_path):
     """Adam's moments and 0.8 million parameters: a checkpoint takes 9 MB, so the second fills 20 MB."""
     path, disk = tmp_path / "run", tmp_path / "disk"

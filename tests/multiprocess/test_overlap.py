@@ -37,6 +37,7 @@ def environment(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+@pytest.mark.slow
 def test_exchanges_between_processes_are_kept_apart_unless_the_user_wants_them_merged(tmp_path, monkeypatch):
     apart = all_reduces(tmp_path / "apart", 2)
     assert apart[0] == apart[1] >= LEAVES

@@ -42,6 +42,7 @@ def test_the_run_does_not_depend_on_the_number_of_processes(runs, num_processes)
             np.testing.assert_allclose(row["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_pmap_several_processes_make_the_same_run(runs, tmp_path):
     done = train(tmp_path / "run", 2, "--set", 'sync.mapping="pmap"')
     assert done.returncode == 0, done.stderr

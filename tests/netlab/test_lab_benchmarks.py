@@ -69,6 +69,7 @@ def test_whole_steps_are_measured_with_codecs(report_of):
     assert report["payload_bytes"] == 4 * 9610
 
 
+@pytest.mark.slow
 def test_the_fit_predicts_each_measured_point(report_of):
     options = ("--devices", 1, "--largest-mib", 0.02, "--repetitions", 1, "--algorithms", "xla", "tree")
     report = report_of("lab_fit.py", "--rate", "1gbit", "--other-rate", "500mbit", *options)
@@ -82,6 +83,7 @@ def test_the_fit_predicts_each_measured_point(report_of):
             assert row["ratio"] == row["seconds"] / row["predicted_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_steps_are_measured_with_and_without_their_exchange(report_of):
     report = report_of("lab_overlap.py", *CHAIN, "--rounds", 1)
     assert set(report["kinds"]) == {"lockstep", "jax"}
@@ -90,6 +92,7 @@ def test_steps_are_measured_with_and_without_their_exchange(report_of):
         assert len(row["ratio_of_each_round"]) == 1
 
 
+@pytest.mark.slow
 def test_every_way_to_accumulate_is_measured(report_of):
     ways = report_of("lab_accumulation.py", *CHAIN, "--virtual", 2)["ways"]
     assert list(ways) == ["no exchange", "at the end", "last round", "each round"]

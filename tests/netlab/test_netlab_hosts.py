@@ -74,6 +74,7 @@ def test_two_hosts_train_together_with_several_workers_each(lab, tmp_path):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_both_sides_within_the_lease(lab, tmp_path):
     run = Run(lab, tmp_path / "run", *LONG, processes=1)
     run.wait_for_step(25)
