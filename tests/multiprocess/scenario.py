@@ -112,7 +112,7 @@ class Run:
                 self.agent.wait()
         taken = time.monotonic() - begin
         verdict = json.loads((self.path / "verdict.json").read_text())
-        steps = sorted(int(entry.name) for entry in self.path.glob("checkpoints/*") if entry.name.isdecimal())
+        steps = sorted(int(manifest.parent.name) for manifest in self.path.glob("checkpoints/*/manifest.json"))
         errors = self._errors.read_text()
         return Result(self.path, self.agent.returncode, errors, verdict, steps, taken, tuple(self._pids))
 
