@@ -2,8 +2,8 @@
 # Trains in an environment of its own, made on the first call: bash scripts/train.sh [CONFIG] [options of lockstep train]
 #
 # Without CONFIG it trains configs/digits_vit.toml, and then, unless told otherwise, into a run directory of its own
-# (runs/digits_vit, runs/digits_vit-2, …), so that the same command can be repeated. See scripts/environment.sh for the
-# variables that choose the Python and the extras.
+# (runs/digits_vit, runs/digits_vit-2, …), so that the same command can be repeated; with --resume --run-dir RUN it goes on
+# with that run's own settings. See scripts/environment.sh for the variables that choose the Python and the extras.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -21,4 +21,14 @@ case " $* " in
     *" --help "* | *" --run-dir"* | *" --resume "* | *" --overwrite "* | *run.name*) own=() ;;
     *) own=(--run-dir "$directory") ;;
 esac
-exec "$venv/bin/lockstep" train "$root/configs/digits_vit.toml" "${own[@]}" "$@"
+
+config=("$root/configs/digits_vit.toml")
+if [[ " $* " == *" --resume "* ]]; then
+    previous=
+    for word in "$@"; do
+        [[ $previous == --run-dir ]] && run=$word || run=${word#--run-dir=}
+        [[ $previous != --run-dir && $run == "$word" ]] || [[ ! -f $run/config.toml ]] || config=()
+        previous=$word
+    done
+fi
+exec "$venv/bin/lockstep" train "${config[@]}" "${own[@]}" "$@"

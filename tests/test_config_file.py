@@ -243,7 +243,7 @@ REFUSALS = [
             "optimizer.warmup_steps=2000",
         ],
         [
-            r"optimizer.warmup_steps = 2000: the warm-up cannot be longer than run.num_steps = 1000 .*",
+            r"optimizer.warmup_steps = 2000: the warm-up cannot be longer than run.num_steps = 1000: set that .*",
             r"data.global_batch = 8: must be a multiple of mesh.virtual_replicas = 3, such as 6 or 9 \({path}\)",
             r"debug.faults\[0\].step = 2000: never comes; .* \(--set debug.faults=.*\)",
         ],
@@ -546,7 +546,7 @@ def test_all_of_the_documented_list_is_tried():
 @pytest.mark.parametrize("key", MUST_STAY)
 def test_a_resume_may_not_change(write, key: str):
     saved, now = resumed(write, **{key: MUST_STAY[key]})
-    with pytest.raises(InputRefused, match=f"^{re.escape(key)} = "):
+    with pytest.raises(InputRefused, match=f"(?m)^  {re.escape(key)} = "):
         check_resume(saved, now)
 
 
@@ -554,10 +554,20 @@ def test_all_refused_changes_are_named(write):
     saved, now = resumed(write, **MUST_STAY, **CHANGES)
     with pytest.raises(InputRefused) as caught:
         check_resume(saved, now)
-    *refused, remedy = str(caught.value).splitlines()
+    matter, *refused, own_settings, new_run = str(caught.value).splitlines()
+    assert matter == f"a resumed run must keep the settings it was started with, and {len(MUST_STAY)} differ:"
     assert len(refused) == len(MUST_STAY)
-    assert "--init-from" in remedy
-    assert "task.args.depth = 4: the run was started with 3" in str(caught.value)
+    assert "  task.args.depth = 4: the run was started with 3" in refused
+    assert "without CONFIG" in own_settings
+    assert "--init-from" in new_run
+
+
+def test_a_list_of_refused_changes_is_bounded(write):
+    saved, now = resumed(write, **{f"task.args.x{number}": "1" for number in range(12)})
+    with pytest.raises(InputRefused, match="and 12 differ:") as caught:
+        check_resume(saved, now)
+    assert [line for line in str(caught.value).splitlines() if line.startswith("  and ")] == ["  and 2 more"]
+    assert len(str(caught.value).splitlines()) == 1 + 10 + 1 + 2
 
 
 def test_auto_means_the_number_of_virtual_replicas_that_the_run_has(write):

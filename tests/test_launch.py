@@ -193,7 +193,7 @@ def test_nothing_stays_behind(tmp_path):
     assert f"lockstep: {ended}" in agents[2].communicate(timeout=5)[1]
     assert agents[2].returncode == ExitCode.PREEMPTED
     verdict = read_json(RunDir(Path(jobs[2].run_dir)).verdict)
-    assert (verdict["message"], verdict["culprits"], verdict["next"]) == (ended, [], "start it again")
+    assert (verdict["message"], verdict["culprits"], verdict["next"]) == (ended, [], "start it again with --resume")
     assert "was killed by SIGKILL" in agents[3].communicate(timeout=15)[1]
     assert agents[3].returncode == ExitCode.DIED
     assert not any(alive(pid) for pid in pids[3])

@@ -46,6 +46,7 @@ LAYERS = (
     "evidence",
     "asynchronous",
     "status",
+    "resume",
     "offline",
     "__init__",
     "__main__",

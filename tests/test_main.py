@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from trainer import metrics
+from trainer import __main__, metrics
 
 SHORT = ("--set", "run.num_steps=4", "--set", "data.global_batch=48", "--set", "observe.log_every_steps=1")
 
@@ -76,6 +76,47 @@ def test_resume_goes_on_and_refuses_other_settings(finished):
     assert [row["step"] for row in metrics.read(run_dir / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_resume_without_a_configuration_keeps_the_runs_own_settings(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    before = tomllib.loads((run_dir / "config.toml").read_text())
+    end = before["run"]["num_steps"] + 2
+    done = lockstep("train", "--resume", "--run-dir", run_dir, "--set", f"run.num_steps={end}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = f"settings changed since the last attempt: run.num_steps = {end} (was {end - 2})\n"
+    assert done.stdout.startswith(told)
+    after = tomllib.loads((run_dir / "config.toml").read_text())
+    assert after == before | {"run": before["run"] | {"num_steps": end}}
+    forgetful = lockstep("train", "digits_mlp", *SHORT[:4], "--set", "optimizer.ema_decay=0.5", "--set",
+                         f"run.num_steps={end}", "--run-dir", run_dir, "--resume")  # fmt: skip
+    assert forgetful.returncode == 0, forgetful.stderr
+    assert forgetful.stdout.startswith(
+        "settings changed since the last attempt: observe.log_every_steps = 10 (was 1)\n"
+    )
+
+
+def test_hosts_go_on_alike_without_a_configuration_and_only_the_first_begins_an_attempt(
+    finished, tmp_path, monkeypatch, capsys
+):
+    """The agents compare the settings when they meet, so each host has to read the same from the run directory."""
+    run_dir, jobs = tmp_path / "run", []
+    shutil.copytree(finished[0], run_dir)
+    attempts = len(list((run_dir / "attempts").iterdir()))
+    monkeypatch.setenv("LOCKSTEP_TOKEN", "0123456789abcdef")
+    monkeypatch.setattr(__main__.agent, "run", lambda job, place: jobs.append(job) or 0)
+    for host in ("1", "0"):
+        arguments = ["train", "--resume", "--run-dir", str(run_dir), "--set", "run.num_steps=9", "--num-hosts", "2"]
+        with pytest.raises(SystemExit) as end:
+            __main__.app([*arguments, "--host-index", host, "--rendezvous", "192.0.2.1:29400"])
+        assert end.value.code == 0
+        os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef"  # which the command has taken out
+        told = capsys.readouterr().out
+        assert ("run.num_steps = 9 (was" in told) == (host == "0")
+        assert len(list((run_dir / "attempts").iterdir())) == attempts + (host == "0")
+    assert jobs[0].config == jobs[1].config
+    assert tomllib.loads(jobs[0].config)["run"]["num_steps"] == 9
+
+
 def test_status_evaluate_and_export(finished, tmp_path):
     run_dir, _ = finished
     state = json.loads(lockstep("status", run_dir).stdout)
@@ -134,6 +175,10 @@ def test_checkpoints_are_listed_verified_and_gone_back_to(finished, tmp_path):
         (["train", "digits_mlp", "--resume", "--overwrite"], 2, "--overwrite"),
         (["config", "digits_mlp", "--set", "run.seed=-1"], 2, "run.seed"),
         (["config"], 2, "CONFIG"),
+        (["train"], 2, "needs a CONFIG"),
+        (["train", "--overwrite", "--run-dir", "nowhere"], 2, "needs a CONFIG"),
+        (["train", "--resume"], 2, "--run-dir"),
+        (["train", "--resume", "--run-dir", "nowhere"], 2, "nowhere holds no run yet"),
         (["train", "digits_mlp", "--set", 'sync.profile="nowhere.json"'], 3, "nowhere.json"),
         (["bench", "sync", "--sizes", "3"], 2, "--sizes"),
         (["bench", "sync", "--algorithms", "rign"], 2, "rign"),

@@ -183,6 +183,15 @@ def test_train_has_a_default_that_can_be_repeated(checkout, tmp_path):
     assert _train(checkout, tmp_path, "--run-dir", "x") == ["[train]", default, "[--run-dir]", "[x]"]
 
 
+def test_train_leaves_a_run_that_goes_on_its_own_settings(checkout, tmp_path):
+    (tmp_path / "a run").mkdir()
+    fresh = _train(checkout, tmp_path, "--resume", "--run-dir", "a run")
+    assert fresh == ["[train]", f"[{checkout}/configs/digits_vit.toml]", "[--resume]", "[--run-dir]", "[a run]"]
+    (tmp_path / "a run/config.toml").touch()
+    for arguments in (["--resume", "--run-dir", "a run"], ["--run-dir=a run", "--resume", "--set", "run.num_steps=9"]):
+        assert _train(checkout, tmp_path, *arguments) == ["[train]", *(f"[{word}]" for word in arguments)]
+
+
 @pytest.mark.parametrize("change", ["pyproject.toml", "scripts/locks/py311.txt"])
 def test_a_changed_dependency_renews_the_environment(checkout, change):
     ready = (

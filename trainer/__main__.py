@@ -29,6 +29,7 @@ from trainer.errors import ExitCode, InputRefused, LockstepError, SettingsRefuse
 from trainer.evidence import options
 from trainer.launch import agent, clusters
 from trainer.launch.spec import Job
+from trainer.resume import go_back, own_settings, starting_from, told_changes
 from trainer.rundir import RunDir, default_run_dir
 from trainer.status import describe, saved_settings
 
@@ -57,7 +58,13 @@ app.add_typer(checkpoints, name="checkpoint")
 
 @app.command()
 def train(
-    config_path: ConfigPath,
+    config_path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A TOML file, or the name of a shipped one. Without it, --resume takes the run's own settings.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; runs/<run.name> if not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; start if none.")] = False,
@@ -80,10 +87,10 @@ def train(
         int | None, typer.Option(min=1, help="With --resume: go back to this step's checkpoint; abandon later ones.")
     ] = None,
 ) -> None:
-    """Train CONFIG. Under SLURM, Kubernetes or Open MPI the hosts need not be given."""
+    """Train CONFIG, or go on with a run. Under SLURM, Kubernetes or Open MPI the hosts need not be given."""
     place = clusters.locate(os.environ, clusters.Options(num_hosts, host_index, rendezvous))
     os.environ.pop(clusters.TOKEN, None)  # the workers have no business with it
-    config = starting_from(_load(config_path, overrides), init_from)
+    config = starting_from(_settings(config_path, overrides, run_dir, resume=resume), init_from)
     if no_agent and place.num_hosts > 1:
         raise SettingsRefused(f"--no-agent runs on one host, not on {place.num_hosts}: give --num-hosts 1")
     if from_step is not None and not resume:
@@ -92,13 +99,18 @@ def train(
         directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
     else:  # host 0 claims it for all
         directory = RunDir(run_dir or default_run_dir(config.run.name))
+    changes = ""
     if resume and directory.config.is_file():
-        config = config_file.continued(saved_settings(directory), config)
+        saved = saved_settings(directory)
+        config = config_file.continued(saved, config)
+        changes = told_changes(saved, config)
     if from_step is not None and place.host_index == 0:
         go_back(config, directory, from_step)
     if resume and place.host_index == 0 and (newest := catalog.newest(config, directory)):
         catalog.refuse_shorter(newest.path, newest.step, config.run.num_steps)  # before it counts as an attempt
     attempt = directory.begin_attempt(overwrite) if place.host_index == 0 else 0
+    if changes and place.host_index == 0:
+        print(changes, flush=True)
     job = Job(config_file.dump(config), str(directory.path), attempt, processes, max_restarts=max_restarts)
     _run(job, place, here=no_agent)
 
@@ -160,7 +172,7 @@ def _tell_checkpoints(path: Path, as_json: bool, *, checksums: bool) -> bool:
 
 @app.command(name="config")
 def show_config(
-    config_path: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    config_path: Annotated[str | None, typer.Argument(metavar="CONFIG")] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the settings.")] = False,
 ) -> None:
@@ -179,7 +191,7 @@ JsonPath = Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write t
 
 @bench.command(name="sync")
 def bench_sync(
-    config_path: Annotated[str, typer.Argument(metavar="[CONFIG]", help="Its [mesh] counts.")] = "digits_mlp",
+    config_path: Annotated[str, typer.Argument(metavar="CONFIG", help="Its [mesh] counts.")] = "digits_mlp",
     overrides: Overrides = None,
     processes: Processes = 1,
     sizes: Annotated[str, typer.Option(help="Such as 1KiB,1MiB; 1 KiB to 64 MiB by factors of 4 if empty.")] = "",
@@ -201,7 +213,7 @@ def bench_sync(
 
 @bench.command(name="codecs")
 def bench_codecs(
-    config_path: Annotated[str, typer.Argument(metavar="[CONFIG]", help="Its [mesh] names the device.")] = "digits_mlp",
+    config_path: Annotated[str, typer.Argument(metavar="CONFIG", help="Its [mesh] names the device.")] = "digits_mlp",
     overrides: Overrides = None,
     codecs: Annotated[str, typer.Option(help="Such as int8,topk:ratio=0.05; all if empty.")] = "",
     mib: Annotated[float, typer.Option(help="Size of the values in float32.")] = 4.0,
@@ -238,29 +250,29 @@ def bench_scaling(
     _measure(_load(config_path, overrides), "trainer.evidence.scaling:run", processes, args)
 
 
+def _settings(config_path: str | None, overrides: list[str] | None, run_dir: Path | None, *, resume: bool) -> Config:
+    """Those of CONFIG; without one, those of the run that is resumed."""
+    if config_path is not None:
+        return _load(config_path, overrides)
+    if not resume:
+        raise SettingsRefused("train needs a CONFIG; only --resume, of a run that is there, does without")
+    if run_dir is None:
+        raise SettingsRefused("--resume without a CONFIG: give the run's directory with --run-dir")
+    return _checked(own_settings(RunDir(run_dir), overrides or ()))
+
+
 def _load(path: str, overrides: list[str] | None) -> Config:
     beside = Path(__file__).parents[1] / "configs"  # a user may have a package 'configs' too
     shipped = beside if beside.is_dir() else Path(str(files("configs")))
-    config = config_file.load(path, overrides or (), search=[shipped])
+    return _checked(config_file.load(path, overrides or (), search=[shipped]))
+
+
+def _checked(config: Config) -> Config:
     if config.sync.codec != "none":
         from trainer.sync import codecs  # only now: it loads JAX, though it starts nothing
 
         codecs.build(config.sync.codec, config.sync.args)  # refuses arguments before any device is touched
     return config
-
-
-def go_back(config: Config, directory: RunDir, step: int) -> None:
-    """Abandons the checkpoints of ``directory`` that are later than ``step``, and says which."""
-    checkpoints = catalog.location(catalog.directory_of(config, directory))
-    later = catalog.go_back(checkpoints, step, directory.id)
-    print(f"going back to step {step}; abandoned: {', '.join(map(str, later)) or 'none'}", flush=True)
-
-
-def starting_from(config: Config, source: str) -> Config:
-    """``config`` with ``checkpoint.init_from`` as --init-from gives it, its path absolute."""
-    source = source or config.checkpoint.init_from
-    absolute = str(catalog.location(source)) if source else ""
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": absolute})})
 
 
 def _run(job: Job, place: clusters.Place | None = None, *, here: bool) -> None:

@@ -439,7 +439,10 @@ class Config(Settings):
         problems: list[str] = []
         steps, warmup, batch = self.run.num_steps, self.optimizer.warmup_steps, self.data.global_batch
         if self.optimizer.schedule != "constant" and warmup > steps:
-            problems.append(f"optimizer.warmup_steps: the warm-up cannot be longer than run.num_steps = {steps}")
+            problems.append(
+                f"optimizer.warmup_steps: the warm-up cannot be longer than run.num_steps = {steps}: set that to "
+                f"{warmup} or more; only a run that has not started yet may shorten its warm-up instead"
+            )
         virtual = self.mesh.virtual_replicas
         if virtual != "auto" and batch % virtual:
             nearest = _multiples(batch, virtual)

@@ -41,6 +41,9 @@ MAY_DIFFER_ON_RESUME = (
 )
 """The settings that a resumed run may change; see ``check_resume``."""
 
+MOST_REFUSED = 10
+"""Settings that the refusal of a resume lists."""
+
 REDACTED = "***"
 """What stands in a run directory for a password or the like."""
 
@@ -154,23 +157,34 @@ def differences(saved: Config, now: Config) -> list[tuple[str, Any, Any]]:
 
 
 def check_resume(saved: Config, now: Config) -> None:
-    """Raises InputRefused, with a line for each, if ``now`` changes what a resumed run must keep.
+    """Raises InputRefused, with a line for each of the first, if ``now`` changes what a resumed run must keep.
 
     Free to differ is what MAY_DIFFER_ON_RESUME lists. With another run.num_steps a decaying schedule follows the new
     length from the resumed step on. ``saved`` holds the number of virtual replicas that the run started with:
     "auto" means that number, any other is refused, and accumulate_steps follows from it.
     """
     refused = [
-        f"{key} = {shown(new)}: the run was started with {shown(old)}, and a resumed run must keep it"
+        f"  {key} = {shown(new)}: the run was started with {shown(old)}"
         for key, old, new in differences(saved, now)
         if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER_ON_RESUME)
         and not (key == "mesh.virtual_replicas" and new == "auto")
     ]
     if refused:
-        refused.append(
-            "to start a new run from this one's parameters alone: --init-from RUN_DIR, with another --run-dir"
+        raise InputRefused(
+            "\n".join(
+                (
+                    f"a resumed run must keep the settings it was started with, and {_count_of(refused)}:",
+                    *refused[:MOST_REFUSED],
+                    *([f"  and {len(refused) - MOST_REFUSED} more"] if len(refused) > MOST_REFUSED else []),
+                    "to go on with its own settings: --resume --run-dir RUN_DIR, without CONFIG and without these",
+                    "to start a new run from its parameters alone: --init-from RUN_DIR, with another --run-dir",
+                )
+            )
         )
-        raise InputRefused("\n".join(refused))
+
+
+def _count_of(refused: Sequence[str]) -> str:
+    return "1 differs" if len(refused) == 1 else f"{len(refused)} differ"
 
 
 def continued(saved: Config, now: Config) -> Config:

@@ -43,6 +43,12 @@ class RunDir:
         return self.path / "config.toml"
 
     @property
+    def last_config(self) -> Path:
+        """``config``; where an attempt that was to replace the run was killed, that of the run which will be back."""
+        replaced = self.path / REPLACED / "config.toml"
+        return replaced if not self.config.is_file() and replaced.is_file() else self.config
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

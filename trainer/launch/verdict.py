@@ -151,7 +151,8 @@ def judge(views: Sequence[RankView], failures: Sequence[Failure], stuck: Stuck |
 
 def advice(code: ExitCode, saved: Saved | None) -> str:
     """What to do after an attempt that ended with ``code``, with ``saved`` as its newest checkpoint."""
-    again = f"start it again with --resume: it goes on from step {saved.step}" if saved else "start it again"
+    # Also without a checkpoint: the directory may hold a run already.
+    again = f"start it again with --resume{f': it goes on from step {saved.step}' if saved else ''}"
     match code:
         case ExitCode.COMPLETED:
             return "nothing"
