@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -275,6 +276,33 @@ def test_a_good_one_never_goes_before_a_newer_good_one_is_there(copy, monkeypatc
     checkpoints.save(at_step(3), {}, {})
     checkpoints.close()
     assert [entry.step for entry in catalog.entries(copy, checksums=True)] == [3]
+
+
+def test_a_save_is_told_once_it_is_complete_and_never_if_it_failed(copy, monkeypatch):
+    told, may_write, write = [], threading.Event(), store.manifest.write
+
+    def when_allowed(path, *arguments):
+        assert may_write.wait(60)
+        if path.name == "4":
+            raise OSError(28, "No space left on device")
+        write(path, *arguments)
+
+    def on_saved(step, seconds):
+        told.append((step, seconds, (copy / str(step) / manifest.NAME).is_file(), threading.current_thread()))
+
+    monkeypatch.setattr(store.manifest, "write", when_allowed)
+    checkpoints = Checkpoints(copy, on_saved=on_saved)
+    checkpoints.save(at_step(3), {}, {})
+    checkpoints.check()
+    assert not told
+    may_write.set()
+    checkpoints.save(at_step(4), {}, {})
+    ((step, seconds, is_complete, thread),) = told
+    assert (step, is_complete, thread) == (3, True, threading.current_thread())
+    assert seconds > 0
+    with pytest.raises(InputRefused, match="step 4 could not be written"):
+        checkpoints.close()
+    assert len(told) == 1
 
 
 def test_a_failed_write_is_told_at_a_following_step(copy, monkeypatch):

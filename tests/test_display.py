@@ -67,9 +67,10 @@ def _shown(console):
 def _show_everything(display):
     display.banner(FACTS)
     display.compiled(12.3, 2**29)
+    display.row(ROW | {"step": 1})
     display.row(ROW)
     display.evaluation({"kind": "eval", "step": 100, "attempt": 1, "examples": 21, "loss": None, "accuracy": 0.97})
-    display.saving(100, LONG)
+    display.saved(100, 0.321)
     display.note("a note")
     display.warning("a warning about [bold]" + "y" * 200)
     display.summary(SUMMARY)
@@ -83,11 +84,13 @@ def test_a_log_has_one_plain_unwrapped_line_each():
     assert ESCAPE not in text
     assert "\r" not in text
     lines = text.splitlines()
-    assert lines[8:14] == [
-        "first step, with compilation: 12.3 s, 512.0 MiB of memory per device",
+    assert lines[8:16] == [
+        "compiled in 12.3 s, 512.0 MiB of memory per device",
+        "first step, with compilation: 12.8 s",
+        "step 1/600  loss 0.1235  accuracy 0.5  (grad_norm 2.5)",
         "step 100/600  loss 0.1235  accuracy 0.5  1,234 examples/s  4:10 left  (grad_norm 2.5, 500.0 ms a step)",
         "step 100  evaluation on 21 examples: loss non-finite  accuracy 0.97",
-        f"step 100  writing checkpoint {LONG}",
+        "step 100  checkpoint saved in 321.0 ms",
         "a note",
         "warning: a warning about [bold]" + "y" * 200,
     ]
@@ -129,7 +132,21 @@ def test_the_summary_states_what_and_where():
 def test_compiled_without_known_memory():
     console = _console(terminal=False)
     Display(console, 600).compiled(0.25, None)
-    assert _shown(console) == "first step, with compilation: 250.0 ms\n"
+    assert _shown(console) == "compiled in 250.0 ms\n"
+
+
+def test_time_left_is_told_from_the_second_row_on():
+    """At the rate of the step that warms up it would be nonsense; on a terminal as in a log, also of a resumed run."""
+    for terminal in (False, True):
+        console = _console(terminal)
+        with Display(console, num_steps=600) as display:
+            for step in (301, 400):
+                display.compiled(1.0, None)
+                display.row(ROW | {"step": step, "step_seconds": 9.0})
+                assert " left" not in _shown(console)
+                assert "examples/s" not in _shown(console)
+            display.row(ROW | {"step": 500})
+        assert "step 500/600  loss 0.1235  accuracy 0.5  1,234 examples/s  0:50 left" in _shown(console)
 
 
 def test_a_terminal_has_one_live_line_that_fits():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def test_train_says_what_it_does_and_leaves_a_run(finished):
     ):
         assert words in done.stdout
     assert "\x1b" not in done.stdout
+    lines = [re.sub(r"[\d.]+ (ms|s)\b", "TIME", line) for line in done.stdout.splitlines()]
+    compiled = next(index for index, line in enumerate(lines) if line.startswith("compiled in TIME, "))
+    assert lines[compiled + 1] == "first step, with compilation: TIME"
+    assert lines[compiled + 2].startswith("step 1/4 ")
+    assert not re.search("left|examples/s", lines[compiled + 2])
+    assert lines.index("step 4  checkpoint saved in TIME") == lines.index("done after 4 steps") - 1
     assert [row["step"] for row in metrics.read(run_dir / "metrics.jsonl", "train")] == [1, 2, 3, 4]
     config = tomllib.loads((run_dir / "config.toml").read_text())
     assert config["mesh"]["virtual_replicas"] == 8

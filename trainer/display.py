@@ -157,26 +157,38 @@ class Display:
         self._console = console
         self._num_steps = num_steps
         self._live: Progress | None = None
+        self._compile_seconds: float | None = None
+        """Until the first row is shown."""
 
     def banner(self, facts: Facts) -> None:
         """The start banner."""
         self._print(banner(facts))
 
     def compiled(self, seconds: float, memory_bytes: int | None) -> None:
-        """The first step, which compiles: its seconds, and the device memory it needs where that is known."""
+        """The step is compiled: the seconds that took, and the device memory it needs where that is known."""
+        self._compile_seconds = seconds
         memory = "" if memory_bytes is None else f", {mib(memory_bytes)} of memory per device"
-        self.note(f"first step, with compilation: {duration(seconds)}{memory}")
+        self.note(f"compiled in {duration(seconds)}{memory}")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Progress, from a row of kind ``train``: loss, rate, and time left at the rate of this row."""
-        left_seconds = (self._num_steps - row["step"]) * row["step_seconds"]
+        """Progress, from a row of kind ``train``: loss, rate, and time left at the rate of this row.
+
+        The row of the first step after ``compiled`` has no rate: that step warms up. Its time is told with compilation.
+        """
+        compile_seconds, self._compile_seconds = self._compile_seconds, None
         shown = {key: row[key] for key in ("loss", "accuracy") if key in row}
-        rate = f"{row['examples_per_second']:,.0f} examples/s"
-        text = f"step {row['step']}/{self._num_steps}  {_metrics(shown)}  {rate}  {clock(left_seconds)} left"
+        text = f"step {row['step']}/{self._num_steps}  {_metrics(shown)}"
+        details = f"grad_norm {number(row['grad_norm'])}"
+        if compile_seconds is not None:
+            self.note(f"first step, with compilation: {duration(compile_seconds + row['step_seconds'])}")
+        else:
+            left_seconds = (self._num_steps - row["step"]) * row["step_seconds"]
+            text += f"  {row['examples_per_second']:,.0f} examples/s  {clock(left_seconds)} left"
+            details += f", {duration(row['step_seconds'])} a step"
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._update(row["step"], text)
         else:
-            self._print(Text(f"{text}  (grad_norm {number(row['grad_norm'])}, {duration(row['step_seconds'])} a step)"))
+            self._print(Text(f"{text}  ({details})"))
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """An evaluation's metrics, from a row of kind ``eval``."""
@@ -184,9 +196,9 @@ class Display:
         examples = plural(row["examples"], "example")
         self._print(Text(f"step {row['step']}  evaluation on {examples}: {_metrics(values)}", style="cyan"))
 
-    def saving(self, step: int, path: object) -> None:
-        """A checkpoint of ``step`` that is being written, beside the steps that follow."""
-        self.note(f"step {step}  writing checkpoint {path}")
+    def saved(self, step: int, seconds: float) -> None:
+        """The checkpoint of ``step`` is complete, so many seconds after its save began."""
+        self.note(f"step {step}  checkpoint saved in {duration(seconds)}")
 
     def note(self, text: str) -> None:
         """A line worth knowing."""

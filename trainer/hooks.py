@@ -67,7 +67,7 @@ def measuring_residuals(pieces: Assembly, recorder: Recorder) -> Hook:
     return lambda moment: recorder.annotate(residual_norm=norm(moment.state.sync))
 
 
-def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, display: Display, attempt: int) -> Hook:
+def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, attempt: int) -> Hook:
     """A hook that saves. The step's report is judged first, so that nothing untrustworthy is saved."""
     meta = {
         "attempt": attempt,
@@ -81,7 +81,6 @@ def saving(pieces: Assembly, checkpoints: Checkpoints, recorder: Recorder, displ
         with recorder.pace.paused(), progress.current().phase("checkpoint"):
             refuse_non_finite(states.trainable_part(pieces.parts, moment.state.params), moment.step)
             checkpoints.save(moment.state, pieces.loader.state(moment.step), meta)
-        display.saving(moment.step, checkpoints.path(moment.step))
 
     return hook
 

@@ -64,7 +64,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         pieces = assemble(config, attempt)
         evaluator = Evaluator(pieces)
         run_id = identity(run_dir, is_new)
-        checkpoints = open_checkpoints(config, run_dir, run_id, evaluator)
+        checkpoints = open_checkpoints(config, run_dir, run_id, evaluator, display)
         found = checkpoints.select(of_any_run=is_new)
 
         display.banner(facts(pieces, run_dir, attempt, found.step))
@@ -86,7 +86,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         checkpoints.note_scores(past_scores(config, run_dir, start))
         recorder = make_recorder(pieces, writer, display, attempt, start)
         evaluations: list[Row] = []
-        saves = Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, display, attempt))
+        saves = Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, attempt))
         hooks = (
             Every(config.debug.digest_every, digesting(recorder), at_end=False),
             Every(config.observe.log_every_steps, measuring_residuals(pieces, recorder)),
@@ -183,8 +183,10 @@ def identity(run_dir: RunDir, is_new: bool) -> str:
     return runtime.agree("run id", secrets.token_hex(8) if is_new else run_dir.id)[0]
 
 
-def open_checkpoints(config: Config, run_dir: RunDir, run_id: str, evaluator: Evaluator) -> Checkpoints:
-    """The run's checkpoints, to be written.
+def open_checkpoints(
+    config: Config, run_dir: RunDir, run_id: str, evaluator: Evaluator, display: Display
+) -> Checkpoints:
+    """The run's checkpoints, to be written; each that is complete is shown.
 
     Raises:
         SettingsRefused: the best are to be kept by a metric that no evaluation gives.
@@ -197,7 +199,8 @@ def open_checkpoints(config: Config, run_dir: RunDir, run_id: str, evaluator: Ev
             f"{', '.join(evaluator.metric_names)}"
         )
     retention = Retention(settings.keep, settings.keep_best, settings.best_metric, settings.best_mode)
-    return Checkpoints(catalog.directory_of(config, run_dir), retention=retention, run_id=run_id)
+    directory = catalog.directory_of(config, run_dir)
+    return Checkpoints(directory, retention=retention, run_id=run_id, on_saved=display.saved)
 
 
 def starting_state(

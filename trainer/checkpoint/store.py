@@ -10,7 +10,8 @@ Parts of two saves are never held at once: a save waits for the one before.
 
 import importlib.metadata
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +53,14 @@ class Checkpoints:
         retention: Retention = Retention(),  # noqa: B008 # a tuple, which nobody can change
         run_id: str = "",
         create: bool = True,
+        on_saved: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
         """Opens ``directory``, making it if there is none; after each save those of ``retention`` stay.
 
         run_id: the run whose checkpoints they are; "": any run's.
         create: it is to be written, by all processes.
+        on_saved: told the step of each save, once it is complete, and how many seconds that took; in the thread that
+                calls the methods, at the next ``check``, ``wait``, ``save`` or ``close``.
 
         Raises:
             InputRefused: it is no directory, or, where ``create``, cannot be written or is not shared.
@@ -75,14 +79,14 @@ class Checkpoints:
             raise InputRefused(f"{unusable}: it is no directory")
         if create:
             require_shared(self._directory)
-        self._retention, self._run_id = retention, run_id
+        self._retention, self._run_id, self._on_saved = retention, run_id, on_saved
         self._scores: dict[int, float | None] = {}
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(), async_options=ocp.AsyncOptions(timeout_secs=NO_LIMIT_SECONDS)
         )
         self._finishing: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._saving = 0
+        self._saving, self._save_seconds = 0, 0.0
 
     @property
     def directory(self) -> str:
@@ -134,6 +138,7 @@ class Checkpoints:
             InputRefused: this save cannot start, or the one before has failed.
         """
         self.wait()
+        begin = time.perf_counter()
         counters = {name: int(getattr(state, name)) for name in COUNTERS}
         meta = {"format_version": FORMAT_VERSION, "versions": versions(), **counters, **meta}
         arrays = {name: ocp.args.StandardSave(reading.not_empty(getattr(state, name))) for name in ARRAYS}
@@ -150,15 +155,16 @@ class Checkpoints:
             if runtime.is_of_a_lost_peer(error):
                 raise
             raise self._failed(error) from error
-        self._finishing = threading.Thread(target=self._finish, args=(path,), name="checkpoint", daemon=True)
+        self._finishing = threading.Thread(target=self._finish, args=(path, begin), name="checkpoint", daemon=True)
         self._finishing.start()
 
-    def _finish(self, path: Path) -> None:
+    def _finish(self, path: Path, begin: float) -> None:
         """In a thread of its own: makes the checkpoint complete, and only then deletes what it makes superfluous."""
         try:
             self._orbax.wait_until_finished()
             if runtime.rank() == 0:
                 manifest.write(path, int(path.name), self._run_id)
+                self._save_seconds = time.perf_counter() - begin
                 catalog.tidy(self._directory, self._retention, self._scores)
         except BaseException as error:
             self._failure = error
@@ -174,14 +180,17 @@ class Checkpoints:
         Raises:
             InputRefused: it could not be written.
         """
-        if self._finishing is not None:
-            self._finishing.join()
+        finishing = self._finishing
+        if finishing is not None:
+            finishing.join()
             self._finishing = None
         failure, self._failure = self._failure, None
         if isinstance(failure, OSError | ValueError | Damaged) and not runtime.is_of_a_lost_peer(failure):
             raise self._failed(failure) from failure
         if failure is not None:
             raise failure
+        if finishing is not None:
+            self._on_saved(self._saving, self._save_seconds)
 
     def _failed(self, error: BaseException) -> InputRefused:
         try:
