@@ -1,7 +1,9 @@
 """The command line, as people and scripts call it: real processes, exit codes, and one line for each mistake."""
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -221,6 +223,18 @@ def test_a_damaged_run_directory_is_one_line(finished, tmp_path):
             assert (done.returncode, done.stdout) == (3, ""), done.stderr
             assert len(done.stderr.splitlines()) == 1, done.stderr
             assert str(run_dir) in done.stderr
+
+
+def test_the_version_is_told_without_starting_jax():
+    program = (
+        "import sys\nfrom trainer.__main__ import main\nsys.argv = ['lockstep', '--version']\n"
+        "try:\n    main()\nfinally:\n    print('jax' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    names = ("lockstep-trainer", "jax", "jaxlib")
+    own, jax, jaxlib = map(importlib.metadata.version, names)
+    assert done.stdout == f"lockstep {own}, jax {jax}, jaxlib {jaxlib}, Python {platform.python_version()}\n"
+    assert done.stderr == "False\n"
 
 
 def test_a_current_directory_that_is_gone_is_one_line(tmp_path):

@@ -12,9 +12,11 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
 
 import errno
 import json
+import platform
 import shutil
 import tempfile
 from contextlib import suppress
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +36,6 @@ from trainer.rundir import RunDir, default_run_dir
 from trainer.status import describe, saved_settings
 
 app = typer.Typer(
-    help="Data-parallel training for JAX on many hosts, with the gradient exchange at its heart.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,6 +55,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 checkpoints = typer.Typer(help="What checkpoints a run has.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoint")
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    own, jax, jaxlib = map(metadata.version, ("lockstep-trainer", "jax", "jaxlib"))
+    print(f"lockstep {own}, jax {jax}, jaxlib {jaxlib}, Python {platform.python_version()}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions.")
+    ] = False,
+) -> None:
+    """Data-parallel training for JAX on many hosts, with the gradient exchange at its heart."""
 
 
 @app.command()
