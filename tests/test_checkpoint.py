@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -405,22 +406,35 @@ def test_residuals_follow_their_owners(tmp_path, field, before, meshes):
 
 
 @pytest.mark.parametrize(
-    ("options", "lines", "fits"),
+    ("options", "what", "lines", "fits"),
     [
-        ({"num_inputs": 6}, ["params/hidden/kernel: float32[5, 8] in the checkpoint, float32[6, 8] here"], False),
-        ({"optimizer": "sgd"}, ["optimizer/.*: int32[] in the checkpoint, absent here"], True),
-        ({"residuals": "by_node"}, ["sync/0/by_node/out/bias: absent in the checkpoint, float32[2, 1] here"], True),
+        (
+            {"num_inputs": 6},
+            "model",
+            ["params/hidden/kernel: float32[5, 8] in the checkpoint, float32[6, 8] here"],
+            False,
+        ),
+        ({"optimizer": "sgd"}, "optimizer", ["optimizer/.*: int32[] in the checkpoint, absent here"], True),
+        (
+            {"residuals": "by_node"},
+            "exchange",
+            ["sync/0/by_node/out/bias: absent in the checkpoint, float32[2, 1] here"],
+            True,
+        ),
     ],
 )
-def test_what_does_not_fit_is_listed_with_both_shapes(saved, options, lines, fits):
+def test_what_does_not_fit_is_said_and_listed_with_both_shapes(saved, options, what, lines, fits):
     shapes = shapes_on(2, 4, **options)
     with pytest.raises(InputRefused) as refusal:
         restored(saved[0], shapes)
     text = str(refusal.value)
-    assert text.startswith(f"{saved[0]}/1 does not fit these settings:\n")
+    matter, *listed, _ = text.splitlines()
+    found = re.fullmatch(rf"{saved[0]}/1 is of another {what} than these settings make: (\d+) lea\w+ differs?", matter)
+    assert found, matter
+    assert len(listed) == int(found[1])
     for line in lines:
         name, _, rest = line.partition(": ")
-        assert any(name.split(".*")[0] in found and rest in found for found in text.splitlines()), text
+        assert any(name.split(".*")[0] in leaf and rest in leaf for leaf in listed), text
     assert ("--init-from" in text.splitlines()[-1]) == fits
 
 

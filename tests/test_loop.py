@@ -201,7 +201,7 @@ def test_measured_links_are_read_before_anything_is_compiled_and_told_in_the_ban
     assert (pieces.profile, pieces.links.num_hosts) == (links, 1)
     told = story.facts(pieces, RunDir(tmp_path), 1, None).algorithm
     assert told.startswith("ring, as the settings say, predicted from the measured links to take ")
-    with pytest.raises(InputRefused, match=r"nowhere.json is no profile of links"):
+    with pytest.raises(InputRefused, match=r"sync\.profile = 'nowhere\.json': .*/nowhere\.json was looked for"):
         assemble(settings(sync={"profile": "nowhere.json"}))
 
 

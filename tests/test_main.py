@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from safetensors.numpy import load_file
 
 from trainer import __main__, metrics
@@ -223,6 +224,27 @@ def test_a_damaged_run_directory_is_one_line(finished, tmp_path):
             assert (done.returncode, done.stdout) == (3, ""), done.stderr
             assert len(done.stderr.splitlines()) == 1, done.stderr
             assert str(run_dir) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "table"),
+    [
+        ("data.args.path", {"data": {"source": "npz", "args": {"path": "data/mine.npz"}}}),
+        ("data.args.path", {"data": {"source": "arrayrecord", "args": {"path": "data/mine.npz"}}}),
+        ("sync.profile", {"sync": {"profile": "data/mine.npz"}}),
+    ],
+)
+def test_evaluation_elsewhere_says_where_it_looked_for_a_relative_path(finished, tmp_path, setting, table):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    config = tomllib.loads((run_dir / "config.toml").read_text())
+    (run_dir / "config.toml").write_text(tomli_w.dumps(config | {key: config[key] | table[key] for key in table}))
+    done = lockstep("evaluate", run_dir, cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"lockstep: {setting} = 'data/mine.npz': there is no such file; a relative path counts from the current "
+        f"directory, so {tmp_path}/data/mine.npz was looked for\n"
+    )
 
 
 def test_the_version_is_told_without_starting_jax():

@@ -18,7 +18,7 @@ from trainer import mesh as meshes
 from trainer.config import Config
 from trainer.data import Loader, open_source
 from trainer.data.source import FAULT
-from trainer.errors import InputRefused, SettingsRefused
+from trainer.errors import InputRefused, SettingsRefused, no_such
 from trainer.resilience import faults
 from trainer.state import Parts, TrainState, abstract
 from trainer.step import Work
@@ -165,6 +165,8 @@ def agreed_profile(path: str) -> sync.Profile | None:
     """
     if not path:
         return None
+    if runtime.rank() == 0 and not Path(path).exists():
+        raise no_such("sync.profile", path)
     read = sync.read_profile(Path(path)) if runtime.rank() == 0 else None
     fast, slow, seconds = runtime.agree("profile", read)[0]
     return sync.Profile(sync.CostModel(*fast), sync.CostModel(*slow), seconds)

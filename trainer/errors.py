@@ -5,6 +5,7 @@ what to change, and it is printed without a traceback. Anything else that escape
 """
 
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -53,3 +54,12 @@ class Preempted(LockstepError):
     """The run was asked to end early, and has saved where it stands (code 75)."""
 
     exit_code = ExitCode.PREEMPTED
+
+
+def no_such(setting: str, path: str, kind: str = "file") -> InputRefused:
+    """The refusal of a path that a setting gives and that is not there; it tells where was looked."""
+    looked_for = Path(path).expanduser()
+    where = ""
+    if not looked_for.is_absolute():
+        where = f"; a relative path counts from the current directory, so {Path.cwd() / looked_for} was looked for"
+    return InputRefused(f"{setting} = {path!r}: there is no such {kind}{where}")

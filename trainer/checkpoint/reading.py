@@ -22,8 +22,10 @@ EMPTY = "empty"
 """An item without any array is stored as one zero of this name, since orbax refuses to write nothing."""
 DAMAGE = (KeyError, ValueError, AttributeError, TypeError, OSError)
 """What orbax raises on items that are not there or that are not what they should be."""
-MOST_LINES = 20
+MOST_LINES = 10
 """Leaves that a refusal lists."""
+OF_ANOTHER = {"params": "model", "model_state": "model", "optimizer": "optimizer", "sync": "exchange"}
+"""What a checkpoint is of if its item does not fit, the most telling first."""
 
 Leaves = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -104,8 +106,13 @@ def differences(item: str, stored: Leaves, wanted: Any) -> list[Difference]:
 
 
 def mismatch(checkpoint: Path | str, found: list[Difference], remedy: str) -> InputRefused:
-    """The refusal that lists the leaves that do not fit."""
-    lines = [f"{checkpoint} does not fit these settings:"]
+    """The refusal that says what does not fit, lists the leaves, and ends with what to do."""
+    items = {difference.name.split("/")[0] for difference in found}
+    others = list(dict.fromkeys(what for item, what in OF_ANOTHER.items() if item in items))
+    # Another model has another optimizer state and other residuals anyway.
+    of_another = " and another ".join(others[:1] if others[0] == "model" else others)
+    count = "1 leaf differs" if len(found) == 1 else f"{len(found)} leaves differ"
+    lines = [f"{checkpoint} is of another {of_another} than these settings make: {count}"]
     lines += [f"  {name}: {stored} in the checkpoint, {wanted} here" for name, stored, wanted in found[:MOST_LINES]]
     if len(found) > MOST_LINES:
         lines.append(f"  and {len(found) - MOST_LINES} more")

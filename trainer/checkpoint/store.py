@@ -272,7 +272,7 @@ def parameters(source: str, abstract: TrainState) -> tuple[str, Any, Any]:
     stored = {name: reading.stored_leaves(path, name) for name in wanted}
     wrong = [one for name, tree in wanted.items() for one in reading.differences(name, stored[name], tree)]
     if wrong:
-        raise reading.mismatch(path, wrong, "give task.args as in the run that it comes from, or another init_from")
+        raise reading.mismatch(path, wrong, "give task.args as in the run that it comes from, or another --init-from")
     trees = [reading.as_tree(reading.named(reading.read(path, name)), tree) for name, tree in wanted.items()]
     return path, trees[0], trees[1]
 
@@ -292,7 +292,10 @@ def versions() -> dict[str, str]:
 
 def _remedy(path: str, found: Mapping[str, list[reading.Difference]]) -> str:
     if found["params"] or found["model_state"]:
-        return "resume with the settings that the run was started with"
+        return (
+            "go on with the settings, the code and the data that the run was started with, or start a new run with "
+            "another --run-dir"
+        )
     return f"its parameters fit: --init-from {path} starts a new run from them alone, with another --run-dir"
 
 

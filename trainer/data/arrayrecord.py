@@ -10,7 +10,7 @@ import grain
 
 from trainer.data.npz import DAMAGE, load_archive
 from trainer.data.source import EMPTY, Example, Source, Split
-from trainer.errors import InputRefused, SettingsRefused
+from trainer.errors import InputRefused, SettingsRefused, no_such
 from trainer.import_path import load
 
 Paths = str | tuple[str, ...]
@@ -74,7 +74,7 @@ def _files(paths: Paths, key: str) -> list[str]:
     for pattern in patterns:
         found = sorted(glob.glob(pattern))
         if not found:
-            raise InputRefused(f"data.args.{key} = {pattern!r}: there is no such file")
+            raise no_such(f"data.args.{key}", pattern)
         files += found
     return files
 

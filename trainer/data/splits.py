@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from trainer.data.source import Split
-from trainer.errors import InputRefused, SettingsRefused
+from trainer.errors import SettingsRefused, no_such
 
 TestFraction = Annotated[float, Field(ge=0, lt=1)]
 """The part of the examples that is held out for testing; 0: none."""
@@ -20,9 +20,7 @@ def existing(path: str, key: str, *, is_folder: bool = False) -> Path:
     """Returns ``path``, relative to the current directory, if it is a file (or a folder). Raises InputRefused else."""
     place = Path(path).expanduser()
     if not (place.is_dir() if is_folder else place.is_file()):
-        kind = "folder" if is_folder else "file"
-        where = "" if place.is_absolute() else f" (current directory: {Path.cwd()})"
-        raise InputRefused(f"data.args.{key} = {path!r}: there is no such {kind}{where}")
+        raise no_such(f"data.args.{key}", path, "folder" if is_folder else "file")
     return place
 
 
