@@ -15,6 +15,19 @@ import torch.distributed as dist
 WAIT = datetime.timedelta(seconds=60)
 
 
+def main(worker) -> None:
+    """The entry, with ``--worker JOB RESULT``: joins the other hosts, and writes what ``worker(job)`` reports."""
+    _, _, job_file, result_file = sys.argv
+    job = json.loads(Path(job_file).read_text())
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", f"tcp://{job['coordinator']}", WAIT, job["num_processes"], job["rank"])
+    report = worker(job)
+    dist.barrier()
+    dist.destroy_process_group()
+    Path(result_file).write_text(json.dumps(report))
+
+
 def timed(call, times: int) -> dict:
     """Wall and processor seconds a call, of ``times`` calls that begin on all hosts together."""
     dist.barrier()
@@ -45,10 +58,6 @@ def stepper(model: torch.nn.Module, x: torch.Tensor, learning_rate: float):
 
 
 def worker(job: dict) -> dict:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    address = f"tcp://{job['coordinator']}"
-    dist.init_process_group("gloo", address, WAIT, job["num_processes"], job["rank"])
     x = torch.randn(job["batch"], job["width"])
     alone, model = layers(job), layers(job)
     shared = torch.nn.parallel.DistributedDataParallel(model)
@@ -64,11 +73,8 @@ def worker(job: dict) -> dict:
     for _ in range(job["repetitions"]):
         for name, call in calls.items():
             report[name].append(timed(call, job["steps"]))
-    dist.barrier()
-    dist.destroy_process_group()
     return report
 
 
 if __name__ == "__main__":
-    _, _, job_file, result_file = sys.argv
-    Path(result_file).write_text(json.dumps(worker(json.loads(Path(job_file).read_text()))))
+    main(worker)

@@ -3,14 +3,11 @@
 Started by lab_codecs.py on each host, in an environment that holds PyTorch and NumPy only.
 """
 
-import json
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lab_ddp import WAIT
+from lab_ddp import main
 from lab_hosts import bytes_sent
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -59,9 +56,6 @@ def timed(call) -> tuple[float, int]:
 
 
 def worker(job: dict) -> dict:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", f"tcp://{job['coordinator']}", WAIT, job["num_processes"], job["rank"])
     gradients = [torch.randn(shape) for shape in job["shapes"]]
     calls = {label: subject(label, job["shapes"], gradients) for label in job["labels"]}
     report = {label: {"seconds": [], "bytes_sent": []} for label in calls}
@@ -71,11 +65,8 @@ def worker(job: dict) -> dict:
             if repetition >= job["warm_up"]:
                 report[label]["seconds"].append(seconds)
                 report[label]["bytes_sent"].append(num_bytes)
-    dist.barrier()
-    dist.destroy_process_group()
     return report
 
 
 if __name__ == "__main__":
-    _, _, job_file, result_file = sys.argv
-    Path(result_file).write_text(json.dumps(worker(json.loads(Path(job_file).read_text()))))
+    main(worker)
