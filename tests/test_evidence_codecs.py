@@ -94,10 +94,10 @@ def test_the_ratio_of_codes_that_all_get_falls_with_the_nodes():
 
 def test_options_are_read_and_refused_in_one_line():
     assert set(options.CODECS) == set(sync.CODECS)
-    assert options.codecs("") == list(options.CODECS)
+    assert options.codecs(None) == list(options.CODECS)
     assert options.codecs(" sign ,powersgd:rank=2") == ["sign", "powersgd:rank=2"]
     assert options.codec("topk:ratio=0.1").args == {"ratio": 0.1}
-    for text in ("int9", "none", "int8,int8", "int8,", "topk:0.1", "topk:ratio=", "int8:"):
+    for text in ("", "int9", "none", "int8,int8", "int8,", "topk:0.1", "topk:ratio=", "int8:"):
         with pytest.raises(SettingsRefused, match=r"^--codecs: [^\n]*$"):
             options.codecs(text)
     for size in (0.0, -1.0, float("nan"), 1e9):

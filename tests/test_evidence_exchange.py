@@ -15,7 +15,7 @@ from trainer import sync
 from trainer.config import Config
 from trainer.errors import SettingsRefused
 from trainer.evidence import exchange_bench, options, timing
-from trainer.evidence.exchange_table import Measured, Way, as_json, fitted, table
+from trainer.evidence.exchange_table import Measured, Way, as_json, doubts, fitted, table
 from trainer.rundir import RunDir
 
 SETTINGS = {"task": {"target": "a:B"}, "data": {"source": "digits", "global_batch": 8}}
@@ -25,8 +25,8 @@ LINKS = sync.Profile(sync.CostModel(2e-5, 1e-10), sync.CostModel(5e-4, 4e-8), 1e
 def bench(tmp_path, nodes=2, local=4, **changes):
     """Runs the measurement in this process; returns what the console showed."""
     config = Config.model_validate({**SETTINGS, "mesh": {"nodes": nodes, "devices_per_node": local, "platform": "cpu"}})
-    console = Console(file=io.StringIO(), width=120)
-    arguments = {"sizes": [1024, 65536], "algorithms": options.algorithms(""), "seconds": 0.01}
+    console = Console(file=io.StringIO(), width=200)
+    arguments = {"sizes": [1024, 65536], "algorithms": options.algorithms(None), "seconds": 0.01}
     arguments |= {"json_path": "", "profile_path": "", **changes}
     exchange_bench.run(config, RunDir(tmp_path), 0, console, **arguments)
     return console.file.getvalue()
@@ -46,6 +46,8 @@ def test_every_way_is_measured_at_every_size_and_the_links_are_written(tmp_path)
     assert ring["wire_bytes_slow"] == 65536 * 2 * 7 / 8
     assert result["machine"]["shares_cores"]
     assert "cores shared: the devices are emulated" in shown
+    assert "warning: do not rely on these links: all devices are in one process" in shown
+    assert result["warning"] in shown
     links = sync.read_profile(tmp_path / "links.json")
     assert result["links"]["fast"] == links.fast._asdict()
 
@@ -90,6 +92,30 @@ def test_the_links_are_found_again_whatever_central_took():
     assert min(np.hstack(fitted(only_central))) >= 0
 
 
+def exact_rows(mesh, profile=LINKS):
+    """What is measured where the links are those of ``profile``."""
+    ways = exchange_bench.ways(mesh, ("xla", "ring", "tree"))
+    pairs = [(way, size, exchange_bench.counted(mesh, way, size)) for way in ways for size in options.DEFAULT_SIZES]
+    return [Measured(way, size, sync.predict(profile, traffic), traffic) for way, size, traffic in pairs]
+
+
+def test_links_that_explain_little_are_warned_of_in_a_line():
+    where, mesh = timing.Machine(2, 4, 2, 2, "cpu", "cpu", 4), mesh_of(2, 4)
+    rows = exact_rows(mesh)
+    assert doubts(where, rows, LINKS) == ""
+    some = [m._replace(seconds=3 * m.seconds) if i < 2 else m for i, m in enumerate(rows)]
+    assert doubts(where, some, LINKS) == ""
+    many = [m._replace(seconds=(5 if i == 3 else 3) * m.seconds) if i < 4 else m for i, m in enumerate(rows)]
+    message = "4 of 27 exchanges took over 2 times the predicted, or under half (xla of 64 KiB 5 times); measure longer"
+    assert message in doubts(where, many, LINKS)
+    free = LINKS._replace(slow=sync.CostModel(1e-5, 0.0), fast=sync.CostModel(0.0, 1e-10))
+    told = doubts(where, exact_rows(mesh, free), free)
+    assert "the fast link's seconds a message came out as 0; the slow link's seconds a byte came out as 0" in told
+    assert "\n" not in told
+    assert doubts(where, exact_rows(mesh_of(1, 8)), LINKS._replace(slow=sync.CostModel(0, 0))) == ""
+    assert "give --processes" in doubts(where._replace(processes=1), rows, LINKS)
+
+
 def test_one_replica_has_nothing_to_exchange(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange_bench.meshes, "make", lambda settings: mesh_of(1, 1))
     with pytest.raises(SettingsRefused, match="one replica exchanges nothing"):
@@ -109,15 +135,16 @@ def test_several_processes_measure_together(tmp_path):
 
 def test_options_are_read_and_refused_in_one_line(tmp_path):
     assert tuple(sorted(sync.ALGORITHMS, key=options.ALGORITHMS.index)) == options.ALGORITHMS
-    assert options.sizes("")[0] == 2**10
-    assert options.sizes("")[-1] == 64 * 2**20
+    assert options.sizes(None)[0] == 2**10
+    assert options.sizes(None)[-1] == 64 * 2**20
     assert options.sizes("1 mib,4,4") == [4, 2**20]
-    for text in ("0", "6", "1TiB", "-4", "x", "2GiB", "1KiB,,", "4.5KiB", "9" * 5000):
+    for text in ("0", "6", "1TiB", "-4", "x", "2GiB", "1KiB,,", "4.5KiB", "9" * 5000, "", " ", ",", "0KiB"):
         with pytest.raises(SettingsRefused, match=r"^--sizes: .*[^\n]$"):
             options.sizes(text)
     assert options.algorithms("central, xla") == ["xla", "central"]
-    with pytest.raises(SettingsRefused, match="--algorithms: 'auto' is none of xla, ring"):
-        options.algorithms("xla,auto")
+    for text, word in (("xla,auto", "auto"), ("", "")):
+        with pytest.raises(SettingsRefused, match=f"--algorithms: '{word}' is none of xla, ring"):
+            options.algorithms(text)
     for value in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(SettingsRefused, match="--seconds"):
             options.seconds(value)

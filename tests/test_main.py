@@ -191,6 +191,7 @@ def test_checkpoints_are_listed_verified_and_gone_back_to(finished, tmp_path):
         (["train", "--resume", "--run-dir", "nowhere"], 2, "nowhere holds no run yet"),
         (["train", "digits_mlp", "--set", 'sync.profile="nowhere.json"'], 3, "nowhere.json"),
         (["bench", "sync", "--sizes", "3"], 2, "--sizes"),
+        (["bench", "sync", "--sizes", ""], 2, "--sizes: '' is no size"),
         (["bench", "sync", "--algorithms", "rign"], 2, "rign"),
         (["bench", "sync", "--set", "mesh.nodes=1", "--set", "mesh.devices_per_node=1"], 2, "one replica"),
         (["bench", "sync", "--processes", "3"], 2, "--processes 3"),

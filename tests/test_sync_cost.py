@@ -1,6 +1,7 @@
 """The cost model finds the links that made its samples, and "auto" chooses by them."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -67,18 +68,49 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
         sync.write_profile(LINKS, tmp_path / "nowhere" / "links.json")
 
 
+GOOD = {"seconds_per_message": 1e-5, "seconds_per_byte": 1e-9}
+WHOLE = {"fast": GOOD, "slow": GOOD, "seconds_per_exchange": 0}
+
+
 @pytest.mark.parametrize(
-    "text", [None, "", "[]", "{}", '{"fast": {}, "slow": {}, "seconds_per_exchange": 0}', "NEGATIVE"]
+    ("text", "problem"),
+    [
+        (None, "there is no such file"),
+        ("", "it holds no JSON"),
+        (b"\xff\xfe\x00", "it holds no JSON"),
+        ("[" * 100_000, "it holds no JSON"),
+        ("[]", r"it is \[\], not an object"),
+        ({}, "fast is missing"),
+        ({"fast": GOOD, "seconds_per_exchange": 0}, "slow is missing"),
+        ({**WHOLE, "slow": {"seconds_per_byte": 0}}, "slow.seconds_per_message is missing"),
+        ({**WHOLE, "slow": [1, 2]}, r"slow is \[1, 2\], not an object"),
+        ({**WHOLE, "slow": {**GOOD, "seconds_per_byte": "1e-9"}}, "slow.seconds_per_byte is '1e-9', not a number"),
+        ({**WHOLE, "seconds_per_exchange": None}, "seconds_per_exchange is None, not a number"),
+        ({**WHOLE, "seconds_per_exchange": True}, "seconds_per_exchange is True, not a number"),
+        ({**WHOLE, "seconds_per_exchange": -1.0}, "seconds_per_exchange is -1.0, not a number from 0 to 3600"),
+        ({**WHOLE, "seconds_per_exchange": float("nan")}, "seconds_per_exchange is nan, not a number"),
+        ({**WHOLE, "seconds_per_exchange": float("inf")}, "seconds_per_exchange is inf, not a number"),
+        ({**WHOLE, "seconds_per_exchange": 10**400}, "seconds_per_exchange is 1000[0-9]*, not a number"),
+        ({**WHOLE, "format_version": 2}, "format_version is 2, and this version of Lockstep reads 1"),
+    ],
 )
-def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path, text):
+def test_a_file_that_is_no_profile_is_refused_in_a_line_that_names_the_key(tmp_path, text, problem):
     path = tmp_path / "links.json"
-    if text == "NEGATIVE":
-        sync.write_profile(LINKS._replace(seconds_per_exchange=-1.0), path)
+    if isinstance(text, bytes):
+        path.write_bytes(text)
     elif text is not None:
-        path.write_text(text)
-    with pytest.raises(InputRefused, match="is no profile of links") as caught:
+        path.write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(InputRefused, match=f"links.json is no profile of links: {problem}.*; measure one by") as caught:
         sync.read_profile(path)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_only_a_regular_file_is_read_as_a_profile(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputRefused, match="it is no regular file"):
+            sync.read_profile(path)
 
 
 CLUSTER = Links(num_nodes=4, devices_per_node=8, num_processes=32, platform="gpu")
@@ -109,19 +141,44 @@ def test_auto_follows_size_and_topology(gradient, links, algorithm, because):
 
 
 def test_auto_takes_what_the_links_make_quickest():
-    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(0, 1e-8))
+    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(1e-12, 1e-8))
     # Nodes of six: with powers of two only, a tree that pairs neighbours first crosses the slow link no more often.
     sixes = CLUSTER._replace(num_nodes=4, devices_per_node=6)
     assert sync.choose(LARGE, sixes, profile=slow_bytes).algorithm == "hierarchical"
-    slow_messages = Profile(CostModel(1e-3, 0), CostModel(1e-3, 0))
+    slow_messages = Profile(CostModel(1e-3, 1e-15), CostModel(1e-3, 1e-15))
     assert sync.choose(SMALL, CLUSTER, profile=slow_messages).algorithm == "tree"
     choice = sync.choose(LARGE, sixes, profile=slow_bytes, across="tree")
     assert (choice.algorithm, choice.across) == ("hierarchical", "tree")
     assert "predicted from the measured links" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("profile", "missing"),
+    [
+        (Profile(CostModel(1e-5, 1e-11), CostModel(0, 0)), "slow.seconds_per_byte"),
+        (Profile(CostModel(1e-5, 0), CostModel(1e-5, 1e-8)), "fast.seconds_per_byte"),
+        (Profile(CostModel(1e-5, 1e-11), CostModel(0, 1e-8), 1e-3), "slow.seconds_per_message"),
+    ],
+)
+def test_links_that_a_fit_took_to_be_free_are_not_followed(profile, missing):
+    """As one-sided measurements give: of one node, of one size, or of nothing but noise."""
+    for gradient in (LARGE, SMALL):
+        choice = sync.choose(gradient, CLUSTER, profile=profile)
+        expected = sync.choose(gradient, CLUSTER)
+        assert choice[:3] == expected[:3]
+        assert choice.reason == f"{expected.reason} (the profile is not followed: it has 0 for {missing})"
+
+
+def test_a_link_that_is_not_crossed_need_not_have_been_measured():
+    within = Profile(CostModel(1e-5, 1e-10), CostModel(0, 0))
+    one_node, nodes_of_one = CLUSTER._replace(num_nodes=1), CLUSTER._replace(devices_per_node=1)
+    assert "predicted from the measured links" in sync.choose(LARGE, one_node, profile=within).reason
+    across = Profile(within.slow, within.fast)
+    assert "predicted from the measured links" in sync.choose(LARGE, nodes_of_one, profile=across).reason
+
+
 def test_measured_links_decide_on_one_host_too_and_say_what_a_step_will_take():
-    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(0, 1e-8), seconds_per_exchange=1.0)
+    slow_bytes = Profile(CostModel(0, 1e-11), CostModel(1e-12, 1e-8), seconds_per_exchange=1.0)
     one_host = Links(2, 4, 8, "cpu", num_hosts=1)
     assert sync.choose(LARGE, one_host, profile=slow_bytes).algorithm != "xla"
     for links, algorithm in ((CLUSTER, "ring"), (CLUSTER, "auto"), (Links(2, 4, 1, "cpu"), "auto")):

@@ -212,13 +212,19 @@ def bench_sync(
     config_path: Annotated[str, typer.Argument(metavar="CONFIG", help="Its [mesh] counts.")] = "digits_mlp",
     overrides: Overrides = None,
     processes: Processes = 1,
-    sizes: Annotated[str, typer.Option(help="Such as 1KiB,1MiB; 1 KiB to 64 MiB by factors of 4 if empty.")] = "",
-    algorithms: Annotated[str, typer.Option(help="Such as xla,ring; all if empty.")] = "",
+    sizes: Annotated[
+        str | None, typer.Option(help="Such as 1KiB,1MiB; 1 KiB to 64 MiB by factors of 4 if not given.")
+    ] = None,
+    algorithms: Annotated[str | None, typer.Option(help="Such as xla,ring; all if not given.")] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 5.0,
     json_path: JsonPath = "",
     profile: Annotated[str, typer.Option(metavar="FILE", help="Write the fitted links, for sync.profile.")] = "",
 ) -> None:
-    """Measure the exchange by algorithm and size on the mesh of CONFIG, and fit the links (2 x 4 on CPU if none)."""
+    """Measure the exchange by algorithm and size on the mesh of CONFIG, and fit the links (2 x 4 on CPU if none).
+
+    A fit that says little, as where a link came out as free, is warned of in a line; a profile is written all the same.
+    "auto" does not follow one in which the links that it has to cross take no time.
+    """
     args = {
         "sizes": options.sizes(sizes),
         "algorithms": options.algorithms(algorithms),
@@ -233,7 +239,7 @@ def bench_sync(
 def bench_codecs(
     config_path: Annotated[str, typer.Argument(metavar="CONFIG", help="Its [mesh] names the device.")] = "digits_mlp",
     overrides: Overrides = None,
-    codecs: Annotated[str, typer.Option(help="Such as int8,topk:ratio=0.05; all if empty.")] = "",
+    codecs: Annotated[str | None, typer.Option(help="Such as int8,topk:ratio=0.05; all if not given.")] = None,
     mib: Annotated[float, typer.Option(help="Size of the values in float32.")] = 4.0,
     seconds: Annotated[float, typer.Option(help="How long to measure each codec.")] = 1.0,
     json_path: JsonPath = "",

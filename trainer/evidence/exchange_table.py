@@ -1,5 +1,6 @@
 """What ``lockstep bench sync`` has found: the links that explain it, the JSON and the table."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,13 @@ from rich.table import Table
 from trainer import sync
 from trainer.evidence.output import number_of_bytes, short_time
 from trainer.evidence.timing import Machine
+
+UNRELIABLE = "do not rely on these links:"
+FAR = 2
+"""Measured over predicted, or the reverse, from which on a prediction is of little use."""
+
+TOLERATED = 0.1
+"""The share of such exchanges that is put down to chance."""
 
 
 class Way(NamedTuple):
@@ -32,8 +40,36 @@ class Measured(NamedTuple):
 
 def fitted(measured: Sequence[Measured]) -> sync.Profile:
     """The links that explain the measured times best; those of "central", which is never chosen, are left out."""
-    usual = [m for m in measured if m.way.algorithm != "central"] or measured
-    return sync.fit([sync.Sample(m.traffic, m.seconds) for m in usual])
+    return sync.fit([sync.Sample(m.traffic, m.seconds) for m in _usual(measured)])
+
+
+def doubts(where: Machine, measured: Sequence[Measured], profile: sync.Profile) -> str:
+    """Why the links should not be relied on, and what to do, in one line; empty if there is nothing to say."""
+    if where.platform == "cpu" and where.processes == 1:
+        return f"{UNRELIABLE} all devices are in one process, and no link between them: give --processes, on your hosts"
+    traffics = [m.traffic for m in measured]
+    found = [
+        f"the {name} link's {field.replace('_per_', ' a ')} came out as 0"
+        for name in ("fast", "slow")
+        if any(getattr(traffic, name).rounds for traffic in traffics)
+        for field, value in getattr(profile, name)._asdict().items()
+        if not value
+    ]
+    ratios = [(m.seconds / sync.predict(profile, m.traffic), m) for m in _usual(measured)]
+    far = [(ratio, m) for ratio, m in ratios if not 1 / FAR <= ratio <= FAR]
+    if len(far) > TOLERATED * len(ratios):
+        ratio, worst = max(far, key=lambda pair: abs(math.log(pair[0])))
+        example = f"{worst.way.name} of {number_of_bytes(worst.payload_bytes)} {ratio:.2g} times"
+        found.append(
+            f"{len(far)} of {len(ratios)} exchanges took over {FAR} times the predicted, or under half ({example})"
+        )
+    if not found:
+        return ""
+    return f"{UNRELIABLE} {'; '.join(found)}; measure longer (--seconds), more --sizes, and with nothing beside it"
+
+
+def _usual(measured: Sequence[Measured]) -> Sequence[Measured]:
+    return [m for m in measured if m.way.algorithm != "central"] or measured
 
 
 def as_json(where: Machine, measured: Sequence[Measured], profile: sync.Profile) -> dict[str, Any]:
@@ -46,6 +82,7 @@ def as_json(where: Machine, measured: Sequence[Measured], profile: sync.Profile)
             "slow": profile.slow._asdict(),
             "seconds_per_exchange": profile.seconds_per_exchange,
         },
+        "warning": doubts(where, measured, profile),
     }
 
 
@@ -91,3 +128,5 @@ def table(result: dict[str, Any], where: Machine) -> Iterator[Any]:
         message, byte = links[name]["seconds_per_message"], links[name]["seconds_per_byte"]
         rate = f"{1 / byte / 2**20:,.1f} MiB/s" if byte else "no limit seen"
         yield f"{name} link: {short_time(message)} a message, {rate}"
+    if result["warning"]:
+        yield f"warning: {result['warning']}"

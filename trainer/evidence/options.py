@@ -31,8 +31,8 @@ class CodecChoice(NamedTuple):
     args: dict[str, Any]
 
 
-def sizes(text: str) -> list[int]:
-    """The sizes in bytes that ``text`` lists, in ascending order; 1 KiB to 64 MiB if it is empty.
+def sizes(text: str | None) -> list[int]:
+    """The sizes in bytes that ``text`` lists, in ascending order; 1 KiB to 64 MiB if it is None.
 
     Raises:
         SettingsRefused: something is no size, is no multiple of four bytes, or is too large.
@@ -40,7 +40,7 @@ def sizes(text: str) -> list[int]:
     >>> sizes("4KiB, 1MiB,1024")
     [1024, 4096, 1048576]
     """
-    return sorted({_size(word.strip()) for word in text.split(",")}) if text.strip() else list(DEFAULT_SIZES)
+    return sorted({_size(word.strip()) for word in text.split(",")}) if text is not None else list(DEFAULT_SIZES)
 
 
 def _size(word: str) -> int:
@@ -55,8 +55,8 @@ def _size(word: str) -> int:
     return num_bytes
 
 
-def algorithms(text: str) -> list[str]:
-    """The algorithms that ``text`` lists, in our order; all if it is empty.
+def algorithms(text: str | None) -> list[str]:
+    """The algorithms that ``text`` lists, in our order; all if it is None.
 
     Raises:
         SettingsRefused: one is none of ours.
@@ -64,14 +64,14 @@ def algorithms(text: str) -> list[str]:
     >>> algorithms("ring,xla")
     ['xla', 'ring']
     """
-    wanted = {word.strip() for word in text.split(",")} if text.strip() else set(ALGORITHMS)
+    wanted = {word.strip() for word in text.split(",")} if text is not None else set(ALGORITHMS)
     if unknown := sorted(wanted - set(ALGORITHMS)):
         raise SettingsRefused(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
     return [name for name in ALGORITHMS if name in wanted]
 
 
-def codecs(text: str) -> list[str]:
-    """The codecs that ``text`` lists, as ``codec`` reads them; all with their defaults if it is empty.
+def codecs(text: str | None) -> list[str]:
+    """The codecs that ``text`` lists, as ``codec`` reads them; all with their defaults if it is None.
 
     Raises:
         SettingsRefused: one is none of ours, or stands there twice.
@@ -79,7 +79,7 @@ def codecs(text: str) -> list[str]:
     >>> codecs("int8, topk:ratio=0.05")
     ['int8', 'topk:ratio=0.05']
     """
-    labels = [codec(word.strip()).label for word in text.split(",")] if text.strip() else list(CODECS)
+    labels = [codec(word.strip()).label for word in text.split(",")] if text is not None else list(CODECS)
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise SettingsRefused(f"--codecs: {twice!r} stands there twice")
     return labels

@@ -67,6 +67,9 @@ def choose(
 ) -> Choice:
     """Settles what is "auto", for a gradient of these shapes; what is given stays as it is.
 
+    A profile is followed if it has a time for each byte of the links that this mesh crosses, and for a message of the
+    slowest: a fit gives 0 to what it has not seen.
+
     >>> import numpy as np
     >>> choose(np.zeros(10**6), Links(4, 8, 32, "gpu")).reason
     'hierarchical over xla, since only 1/8 of the gradient then crosses the slow link between 4 nodes'
@@ -79,11 +82,25 @@ def choose(
     if links.num_nodes * links.devices_per_node == 1:
         why = "nothing to exchange, for there is one replica"
         return Choice("xla", "ring", _bucket(links, "xla", bucket_mib), why)
-    if profile is not None and not links.is_emulated:
+    unknown = "" if profile is None else _unmeasured(links, profile)
+    if profile is not None and not links.is_emulated and not unknown:
         return _quickest(gradient, links, across, bucket_mib, profile)
     kind, over, why = _by_topology(gradient, links, across)
     choice = Choice(kind, over, _bucket(links, kind, bucket_mib), why)
+    if unknown:
+        return choice._replace(reason=f"{why} (the profile is not followed: it has 0 for {unknown})")
     return choice if profile is None else _with_prediction(choice, gradient, links, profile)
+
+
+def _unmeasured(links: Links, profile: Profile) -> str:
+    """What this mesh needs and the profile has no time for: by it, what costs most would be taken to cost nothing."""
+    crossed = {"fast": links.devices_per_node > 1, "slow": links.num_nodes > 1}
+    levels = {name: getattr(profile, name) for name, is_crossed in crossed.items() if is_crossed}
+    for name, level in levels.items():
+        if not level.seconds_per_byte:
+            return f"{name}.seconds_per_byte"
+    slowest, level = list(levels.items())[-1]
+    return "" if level.seconds_per_message else f"{slowest}.seconds_per_message"
 
 
 def _bucket(links: Links, algorithm: str, bucket_mib: float | str) -> float:

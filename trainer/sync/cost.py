@@ -9,12 +9,16 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.errors import InputRefused
 from trainer.sync.accounting import LevelTraffic, Traffic
+
+FORMAT_VERSION = 1
+LONGEST_SECONDS = 3600.0
+"""More than this for a message, a byte or an exchange is no measurement."""
 
 
 class CostModel(NamedTuple):
@@ -80,6 +84,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         InputRefused: the file cannot be written.
     """
     text = {
+        "format_version": FORMAT_VERSION,
         "fast": profile.fast._asdict(),
         "slow": profile.slow._asdict(),
         "seconds_per_exchange": profile.seconds_per_exchange,
@@ -91,22 +96,50 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads what ``write_profile`` wrote.
+    """Reads what ``write_profile`` wrote. A file without ``format_version`` is taken for one of this version.
 
     Raises:
-        InputRefused: there is no such file, or it holds something else.
+        InputRefused: there is no such file, or it holds something else; names the key at fault.
     """
     try:
-        text = json.loads(path.read_text())
-        profile = Profile(CostModel(**text["fast"]), CostModel(**text["slow"]), text["seconds_per_exchange"])
-        numbers = [*profile.fast, *profile.slow, profile.seconds_per_exchange]
-        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
-            raise ValueError("every number must be finite and not negative")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        held = _read_json(path)
+        fast, slow = (
+            CostModel(_seconds(held, level, "seconds_per_message"), _seconds(held, level, "seconds_per_byte"))
+            for level in ("fast", "slow")
+        )
+        profile = Profile(fast, slow, _seconds(held, "seconds_per_exchange"))
+        if (version := held.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
+            raise ValueError(f"format_version is {version!r:.40}, and this version of Lockstep reads {FORMAT_VERSION}")
+    except ValueError as error:
         raise InputRefused(
-            f"{path} is no profile of links ({error}): measure one by 'lockstep bench sync --profile {path}'"
+            f"{path} is no profile of links: {error}; measure one by 'lockstep bench sync --profile FILE'"
         ) from error
     return profile
+
+
+def _read_json(path: Path) -> Any:
+    """What ``path`` holds. Only a regular file is read, since a pipe may never end."""
+    if not path.is_file():
+        raise ValueError("it is no regular file" if path.exists() else "there is no such file")
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it holds no JSON") from error
+
+
+def _seconds(held: Any, *keys: str) -> float:
+    """The number at ``keys``, each below the one before."""
+    for depth, key in enumerate(keys):
+        if not isinstance(held, dict):
+            raise ValueError(f"{'.'.join(keys[:depth]) or 'it'} is {held!r:.40}, not an object")
+        if key not in held:
+            raise ValueError(f"{'.'.join(keys[: depth + 1])} is missing")
+        held = held[key]
+    if isinstance(held, bool) or not isinstance(held, int | float) or not 0 <= held <= LONGEST_SECONDS:
+        raise ValueError(f"{'.'.join(keys)} is {held!r:.40}, not a number from 0 to {LONGEST_SECONDS:g}")
+    return float(held)
 
 
 def _features(traffic: Traffic) -> list[float]:
