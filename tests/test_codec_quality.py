@@ -4,10 +4,13 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 BENCH = Path(os.environ.get("LOCKSTEP_CHECKOUT", Path(__file__).parents[1])) / "scripts" / "bench"
@@ -50,10 +53,17 @@ def results(quality, tmp_path):
 def test_differences_are_paired_by_seed(quality, results):
     assert quality.differences(results, quality.Arm("int8"), range(2), "accuracy") == [-0.25, 0.25]
     assert quality.mean_and_error([-0.25, 0.25]) == (0.0, 0.25)
-    text = "\n".join(quality.table(results, [quality.Arm("int8"), quality.Arm("sign")], range(2)))
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    assert ["", "int8", "+0.0000", "0.2500", "-0.2500 +0.2500", ""] in rows
-    assert ["", "sign", "+nan", "nan", "-0.2500 halted", ""] in rows
+    lines = list(quality.table(results, [quality.Arm("int8"), quality.Arm("sign")], range(2)))
+    assert lines[:2] == [
+        "digits_mlp, 2 seeds: the exact exchange, and the differences from it with the",
+        "same seed, as mean ± its standard error",
+    ]
+    assert "| | accuracy | loss |" in lines[2]
+    assert "| exact | 0.6250 ± 0.1250 | 0.3750 ± 0.1250 |" in lines
+    assert "| int8 | +0.0000 ± 0.2500 | +0.0000 ± 0.2500 |" in lines
+    assert "| sign | 1 of 2 halted | 1 of 2 halted |" in lines
+    assert "int8: accuracy -0.2500 +0.2500" in lines
+    assert "sign: loss +0.2500 halted" in lines
 
 
 def test_what_is_in_the_file_is_not_run_again_and_other_settings_are_refused(quality, results):
@@ -88,10 +98,23 @@ def test_runs_are_made_and_compared(tmp_path):
     command += ["--codecs", "topk:ratio=0.5", "--seeds", "1", "--results", str(tmp_path / "runs.json")]
     command += ["--feedback", "without", "--set", "mesh.devices_per_node=1"]
     first, second = (subprocess.run(command, capture_output=True, text=True, timeout=120, check=True) for _ in range(2))
-    assert len(first.stderr.splitlines()) == 2
+    assert first.stderr == "1/2: exact, seed 0\n2/2: topk:ratio=0.5, no feedback, seed 0\n"
     assert second.stderr == ""
     assert first.stdout == second.stdout
     assert "topk:ratio=0.5, no feedback" in first.stdout
     held = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert held["exact"]["0"]["evaluations"][-1]["step"] == 2
     assert held["exact"]["0"] != held["topk:ratio=0.5, no feedback"]["0"]
+
+
+def test_ended_early_it_leaves_no_run_behind(tmp_path):
+    command = [sys.executable, str(BENCH / "codec_quality.py"), "--config", "digits_mlp", "--codecs", "int8"]
+    with subprocess.Popen([*command, "--jobs", "2"], stderr=subprocess.PIPE, text=True) as process:
+        assert "exact, seed 0" in process.stderr.readline()
+        until = time.monotonic() + 60
+        while len(started := psutil.Process(process.pid).children(recursive=True)) < 2:
+            assert time.monotonic() < until, "no run was started"
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(started, timeout=30)[1]
