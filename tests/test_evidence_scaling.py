@@ -57,6 +57,7 @@ def test_the_whole_measurement(tmp_path, monkeypatch, fixed):
     assert [found["replicas"] for found in result["rows"]] == counts
     assert [found["global_batch"] for found in result["rows"]] == [32 if fixed else 4 * count for count in counts]
     single = result["rows"][0]
+    assert [single[f"lost_to_{cause}"] for cause in ("exchange", "compute")] == [0, 0]
     for found in result["rows"]:
         assert found["examples_per_second"] == pytest.approx(found["global_batch"] / found["step_seconds"])
         ideal = found["replicas"] * single["examples_per_second"]

@@ -36,7 +36,8 @@ class Row(NamedTuple):
 
     compute_seconds:  of one process by itself, the mean over the processes.
     waiting_seconds:  the slowest process's compute less the mean; None where one process cannot tell.
-    exchange_seconds: what the step takes besides; exchange_alone_seconds: an exchange with nothing beside it.
+    exchange_seconds: what the step takes besides; one replica exchanges nothing.
+    exchange_alone_seconds: an exchange with nothing beside it.
     """
 
     replicas: int
@@ -62,7 +63,7 @@ def row(point: Point, batch: int, everyone: Sequence[Times], single: Row | None)
     computes = [statistics.median(times["compute"]) for times in everyone]
     mean, longest = statistics.fmean(computes), max(computes)
     waiting = longest - mean if len(everyone) > 1 else None
-    exchange = max(step - longest, 0.0)
+    exchange = 0.0 if single is None else max(step - longest, 0.0)
     speed = batch / step
     efficiency = 1.0 if single is None else speed / (point.replicas * single.examples_per_second)
     lost_to_waiting = None if waiting is None else waiting / step
