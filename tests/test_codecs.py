@@ -182,6 +182,25 @@ def test_the_same_is_sent_each_time_and_another_key_draws_anew(codec):
     assert differs == draws
 
 
+@pytest.mark.parametrize(("name", "args"), [*REPRESENTATIVES, ("int8", {"block_size": 16, "rounding": "stochastic"})])
+def test_members_that_were_seeded_differently_hold_the_same_bits(name, args):
+    """Their own random numbers, and states of their own; randomk alone has to have one seed, and says so."""
+    codec, generator = built(name, **args), np.random.default_rng(1)
+    values, keys = random_values(codec, 3), jax.random.split(jax.random.key(0), 3)
+
+    def member(values, states, key):
+        done = codec.exchange(values, states, key, Members(3))
+        return done[0], done[2]
+
+    run = jax.jit(jax.vmap(member, axis_name=AXIS))
+    one = states_of(codec, [value.shape[1:] for value in values])
+    states = jax.tree.map(lambda leaf: generator.normal(size=(3, *leaf.shape)).astype(leaf.dtype), one)
+    for _ in range(2):
+        totals, states = run(values, states, keys)
+        for total in totals:
+            assert all(row.tobytes() == total[0].tobytes() for row in np.asarray(total))
+
+
 def codec_args(codec):
     return next(args for name, args in VARIANTS if built(name, **args) is codec)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -209,3 +210,21 @@ def test_the_best_metrics_are_those_that_were_given():
     rows = [{"loss": 2.0}, {"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.25}]
     assert story._best(rows) == {"loss": 1.0, "accuracy": 0.5}
     assert story._best(rows[:1]) == {}
+
+
+def test_the_step_is_compiled_once_by_a_fresh_run_and_once_by_a_resumed_one(tmp_path):
+    """With a short last batch in either: steps 3 and 6 of 480, 480 and 477 examples."""
+    compiled = []
+
+    def note(event, seconds, fun_name="", **_):
+        compiled.extend([fun_name] if event == "/jax/core/compile/backend_compile_duration" else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for num_steps in (4, 7):
+            compiled.clear()
+            config = settings(data={"global_batch": 480}, run={"num_steps": num_steps})
+            run(config, tmp_path / "run", resume=num_steps > 4)
+            assert compiled.count("jit(body)") == 2, "that of the step, and that of the evaluation"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

@@ -3,7 +3,8 @@
     python scripts/bench/checkpoint_cost.py --mib 1024 --saves 5 --directory /where/checkpoints/go
 
 The state is that of Adam: parameters and two moments, of ``--mib`` MiB together or what whole leaves of ``--leaf-mib``
-make of it, replicated over ``--devices`` emulated devices. Prints JSON: medians over the saves, the first of which is not counted.
+make of it, replicated over ``--devices`` emulated devices. Prints JSON: medians over the saves, the first of which is
+not counted.
 
     held_seconds         from the call of ``save`` to its return, with nothing else under way
     background_seconds   from there until the checkpoint is complete, its manifest written
