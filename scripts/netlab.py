@@ -168,6 +168,14 @@ class Lab:
         """The living processes of ``host``, whoever started them."""
         return _pids_in([self._name(host)])
 
+    def commands(self, host: int) -> dict[int, str]:
+        """The same with their command lines, words joined by spaces; one that ends meanwhile may be left out."""
+        found = {}
+        for pid in self.pids(host):
+            with contextlib.suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        return found
+
     def kill_host(self, host: int) -> None:
         """SIGKILLs every process of ``host``. Its peers see the connections close, unless the link was cut before."""
         _kill_all_in([self._name(host)])

@@ -54,9 +54,9 @@ def results(num_processes, reduce="sum"):
 
 
 if __name__ == "__main__":
-    rank, num_processes, port = map(int, sys.argv[1:])
+    rank, num_processes, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=num_processes, process_id=rank)
+    jax.distributed.initialize(coordinator, num_processes=num_processes, process_id=rank)
     print(json.dumps(dict(results(num_processes))), flush=True)
     jax.distributed.shutdown()

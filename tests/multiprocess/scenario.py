@@ -29,7 +29,7 @@ PATIENCE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run: exit code, stderr, verdict, checkpoints, seconds that its end took, and its processes."""
+    """What came of a run: exit code, stderr, verdict, whole checkpoints, seconds its end took, and its processes."""
 
     path: Path
     code: int

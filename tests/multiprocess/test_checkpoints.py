@@ -120,7 +120,10 @@ def test_every_example_of_an_epoch_comes_once_over_four_then_two_then_three_proc
 
 
 def gone(process):
-    return not psutil.pid_exists(process.pid) or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def kill_while_saving(path, seconds):

@@ -2,31 +2,30 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from trainer.launch.rendezvous import reserved_address
+
 WORKER = Path(__file__).with_name("exchange_worker.py")
 LIMIT_SECONDS = 240
 """A hang fails the test; four processes take about 15 s on two idle cores."""
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_workers(num_processes):
     """What each of the processes printed."""
-    port = str(free_port())
+    with reserved_address("127.0.0.1", num_processes) as coordinator:
+        return outputs_of(num_processes, coordinator)
+
+
+def outputs_of(num_processes, coordinator):
     environment = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     workers = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(num_processes), port],
+            [sys.executable, str(WORKER), str(rank), str(num_processes), coordinator],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ import pytest
 from scenario import Result, Run, run
 
 LIMIT_SECONDS = {"init": 20.0}
-OTHER_LIMIT_SECONDS = 3.0
+OTHER_LIMIT_SECONDS = 6.0
 CODES = {"kill": 6, "raise": 1, "stop": 5, "sleep": 5, "spin": 5}
 STEPS = {"init": None, "compile": None, "data": 3, "step": 3, "eval": 3, "checkpoint": 4, "shutdown": 6}
 CHECKPOINTS = {"init": [], "compile": [], "shutdown": [2, 4, 6]}
@@ -101,8 +101,8 @@ def test_a_failure_ends_all_in_time_and_blames_the_right_rank(results, cell):
 
 HEALTHY = {  # name: settings of a run in which a rank is late, and yet within its limit
     "a job of rank 0 alone that is longer than a step may be": [
-        'debug.faults=[{kind="sleep", rank=0, step=3, phase="eval", seconds=8.0}]',
-        "timeouts.step_seconds=4.0",
+        'debug.faults=[{kind="sleep", rank=0, step=3, phase="eval", seconds=14.0}]',
+        "timeouts.step_seconds=8.0",
     ],
     **{
         f"40 s late, {algorithm}": [

@@ -98,12 +98,12 @@ def marked(marker: str) -> list[int]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], object]], None]:
-    """Waits until a condition holds; fails after ten seconds."""
+    """Waits until a condition holds; fails after a minute."""
 
     def wait(condition: Callable[[], object]) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < until, "did not come true within ten seconds"
+            assert time.monotonic() < until, "did not come true within a minute"
             time.sleep(0.02)
 
     return wait

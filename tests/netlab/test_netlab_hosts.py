@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -33,13 +32,13 @@ class Run:
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         self.agents = [lab.popen(host, lab.fill(argv, host), env=env, **pipes) for host in range(lab.hosts)]
 
-    def end(self, host, seconds=60):
+    def end(self, host, seconds=240):
         """The agent's exit code and what it said, once it is gone and nothing is left on its host."""
         _, err = self.agents[host].communicate(timeout=seconds)
         assert self.lab.pids(host) == [], "orphans"
         return self.agents[host].returncode, err
 
-    def wait_for_step(self, step, seconds=120):
+    def wait_for_step(self, step, seconds=240):
         deadline = time.monotonic() + seconds
         while self.last_step() < step:
             assert time.monotonic() < deadline, [agent.poll() for agent in self.agents]
@@ -61,8 +60,8 @@ def lab(netlab, root):
 
 def test_two_hosts_train_together_with_several_workers_each(lab, tmp_path):
     run = Run(lab, tmp_path / "run", "run.num_steps=6", "debug.log_example_ids=true")
-    commands = [Path(f"/proc/{agent.pid}/cmdline").read_text() for agent in run.agents]
-    assert [run.end(host, 180)[0] for host in range(2)] == [0, 0]
+    commands = [words for host in range(2) for words in lab.commands(host).values()]
+    assert [run.end(host)[0] for host in range(2)] == [0, 0]
     assert not any(TOKEN in command for command in commands)
     rows = metrics.read(run.path / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -100,7 +99,7 @@ def test_a_partition_that_heals_in_time_changes_nothing(lab, tmp_path):
     lab.cut(1)
     pause(1.5)
     lab.heal(1)
-    assert [run.end(host, 180)[0] for host in range(2)] == [0, 0]
+    assert [run.end(host)[0] for host in range(2)] == [0, 0]
 
 
 def pause(seconds):
@@ -128,7 +127,7 @@ def test_a_host_that_dies_ends_the_other(lab, tmp_path, host):
     lab.kill_host(host)
     killed = time.monotonic()
     code, err = run.end(1 - host)
-    run.agents[host].communicate(timeout=20)
+    run.agents[host].communicate(timeout=240)
     assert (code, time.monotonic() - killed < 15) == (6, True), err
     if host == 0:
         assert "host 0 (" in err
@@ -146,9 +145,7 @@ def test_a_signal_to_one_host_saves_the_same_step_everywhere(lab, tmp_path, host
     run.wait_for_step(5)
     target = run.agents[host].pid
     if whom == "worker":
-        target = next(
-            pid for pid in lab.pids(host) if "trainer.launch.worker" in Path(f"/proc/{pid}/cmdline").read_text()
-        )
+        target = next(pid for pid, words in lab.commands(host).items() if "trainer.launch.worker" in words)
     os.kill(target, signal.SIGTERM)
     ends = [run.end(index) for index in range(2)]
     assert [code for code, _ in ends] == [75, 75], ends
@@ -163,7 +160,7 @@ def test_restarts_go_on_on_all_hosts(lab, tmp_path):
     fault = 'debug.faults=[{kind="kill", rank=3, step=30}]'
     settings = ("run.num_steps=50", "checkpoint.every_steps=20", fault)
     run = Run(lab, tmp_path / "run", *settings, options=("--max-restarts", "1"))
-    ends = [run.end(host, 240) for host in range(2)]
+    ends = [run.end(host) for host in range(2)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert "starting again from step 20 (restart 1 of 1)" in ends[1][1]
     rows = metrics.read(run.path / "metrics.jsonl", "train")
@@ -174,7 +171,7 @@ def test_restarts_go_on_on_all_hosts(lab, tmp_path):
 @pytest.mark.slow
 def test_a_worker_stuck_on_one_host_is_named_on_both(lab, tmp_path):
     run = Run(lab, tmp_path / "run", *LONG, "timeouts.step_seconds=5", 'debug.faults=[{kind="spin", rank=2, step=5}]')
-    ends = [run.end(host, 120) for host in range(2)]
+    ends = [run.end(host) for host in range(2)]
     assert [code for code, _ in ends] == [5, 5], ends
     for _, err in ends:
         assert f"rank 2 (host {lab.hostname(1)}) never entered step 5" in err
@@ -189,7 +186,7 @@ def test_a_host_that_never_comes_is_named(lab, tmp_path):
     env = {"LOCKSTEP_TOKEN": TOKEN}
     agents = [lab.popen(h, [*argv, str(h)], env=env, stderr=subprocess.PIPE, text=True) for h in range(2)]
     for agent in agents:
-        _, err = agent.communicate(timeout=40)
+        _, err = agent.communicate(timeout=240)
         assert agent.returncode == 5
         assert f"only hosts 0 ({lab.hostname(0)}), 1 ({lab.hostname(1)}) of --num-hosts 3" in err
         assert "missing: 2." in err

@@ -34,7 +34,7 @@ LogLevel ERROR
 """
 
 
-def wait_until(condition, seconds=90):
+def wait_until(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not come about in time"
@@ -55,7 +55,7 @@ class Site:
             lab.popen(host, [which("sshd"), "-D", "-e", "-f", str(conf)], stderr=subprocess.DEVNULL)
         for host in range(2):
             reach = [*f"ssh -F {work}/ssh.conf host{host} true".split()]
-            wait_until(lambda reach=reach: lab.popen(0, reach, stderr=subprocess.DEVNULL).wait(timeout=20) == 0, 20)
+            wait_until(lambda reach=reach: lab.popen(0, reach, stderr=subprocess.DEVNULL).wait(timeout=60) == 0)
         command = work / "lockstep"
         command.write_text(
             f"#!/bin/sh\nexport PYTHONPATH={os.environ.get('PYTHONPATH', '')} LOCKSTEP_COMPILATION_CACHE=off\n"
@@ -87,20 +87,15 @@ class Site:
 
     def agents(self):
         """The pid of each host's agent."""
-        found = [
-            (host, pid)
-            for host in range(2)
-            for pid in self.lab.pids(host)
-            if b"-m\0trainer\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        return dict(found)
+        found = {host: self.lab.commands(host).items() for host in range(2)}
+        return {host: pid for host, items in found.items() for pid, words in items if "-m trainer train" in words}
 
     def rows(self):
         path = self.work / "run/metrics.jsonl"
         return metrics.read(path, "train") if path.exists() else []
 
     def command_lines(self):
-        return [Path(f"/proc/{pid}/cmdline").read_text() for host in range(2) for pid in self.lab.pids(host)]
+        return [words for host in range(2) for words in self.lab.commands(host).values()]
 
 
 def which(program):
@@ -124,7 +119,7 @@ def test_a_run_completes(site, script):
     process = site.start(script, "run.num_steps=6")
     wait_until(lambda: len(site.agents()) == 2 or process.poll() is not None)
     assert not any(TOKEN in line for line in site.command_lines())
-    said, _ = process.communicate(timeout=180)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert [row["step"] for row in site.rows()] == [1, 2, 3, 4, 5, 6]
     assert "2 processes" in said
@@ -134,7 +129,7 @@ def test_a_run_completes(site, script):
 @pytest.mark.parametrize("script", ["ssh/run.sh", "mpi/run.sh"])
 def test_the_exit_code_is_the_agents(site, script):
     process = site.start(script, "run.num_steps=6", 'debug.faults=[{kind="kill", rank=1, step=3}]')
-    said, _ = process.communicate(timeout=180)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 6, said
     assert json.loads((site.work / "run/verdict.json").read_text())["exit_code"] == 6
     wait_until(lambda: not site.agents())
@@ -146,7 +141,7 @@ def test_ending_the_launcher_saves_and_ends_the_agents(site, script):
     process = site.start(script, "run.num_steps=100000")
     wait_until(lambda: len(site.rows()) > 5)
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=90)
+    process.communicate(timeout=240)
     wait_until(lambda: not site.agents())
     verdict = json.loads((site.work / "run/verdict.json").read_text())
     assert verdict["exit_code"] == 75

@@ -81,7 +81,7 @@ class Slurm:
         names = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         paths = [f"--{option}={work}/munge.{name}" for option, name in names.items()]
         self.daemon(0, "munged", "--foreground", "--force", f"--key-file={key}", *paths)
-        wait_until((work / "munge.socket").exists, 20)
+        wait_until((work / "munge.socket").exists, 120)
         self.daemon(0, "slurmctld", "-D", "-f", str(work / "slurm.conf"))
         for index in range(lab.hosts):
             self.start_node(index)
@@ -108,16 +108,16 @@ class Slurm:
         with self.lab.popen(
             0, argv, env=self.env | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.work
         ) as process:
-            out, _ = process.communicate(timeout=30)
+            out, _ = process.communicate(timeout=120)
         return out if process.returncode == 0 else ""
 
     def wait_until_idle(self) -> None:
         nodes = ["idle"] * self.lab.hosts
-        wait_until(lambda: self.call("sinfo", "-hN", "-p", "low", "-o", "%T").split() == nodes, 60)
+        wait_until(lambda: self.call("sinfo", "-hN", "-p", "low", "-o", "%T").split() == nodes, 240)
 
     def hurry(self, job: str) -> None:
         """Has a requeued job start in some seconds, not in the two minutes that SLURM leaves it."""
-        wait_until(lambda: self.job(job).get("JobState") == "PENDING" and self.job(job)["Restarts"] != "0", 120)
+        wait_until(lambda: self.has_come_back(job, "PENDING"), 240)
         self.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
 
     def submit(self, *arguments: str, **env: str) -> str:
@@ -129,13 +129,19 @@ class Slurm:
         pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
         return {name: value for name, _, value in pairs}
 
+    def has_come_back(self, job: str, *states: str) -> bool:
+        """Whether a job was requeued, and is in one of ``states``, if any are given."""
+        known = self.job(job)
+        return known.get("Restarts", "0") != "0" and (not states or known["JobState"] in states)
+
     wait_until = staticmethod(wait_until)
 
     def wait(self, job: str, seconds: float, *states: str) -> str:
         """The job's state, once it is one of ``states`` (by default those of a job that is over)."""
         wanted = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        wait_until(lambda: self.job(job).get("JobState") in wanted, seconds)
-        return self.job(job)["JobState"]
+        seen = [""]
+        wait_until(lambda: seen.append(self.job(job).get("JobState", "")) or seen[-1] in wanted, seconds)
+        return seen[-1]
 
 
 def load_netlab() -> ModuleType:
