@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,39 @@ def test_hosts_that_are_none_are_refused_by_the_scripts(script, arguments):
     assert done.returncode == 2
     assert "started" not in done.stdout
     assert "run.sh" in done.stderr
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """A stand-in for ssh and mpirun: ends with N on host cN, on others with 75 once it is asked to end."""
+    program = tmp_path / "engine"
+    program.write_text(
+        "#!/bin/bash\n"
+        '[[ "$*" =~ c([0-9]+) ]] && exit "${BASH_REMATCH[1]}"\n'
+        "trap 'sleep 0.5; exit 75' USR1\n"  # as mpirun is asked
+        "echo waiting\n"
+        "if [[ -p /dev/stdin ]]; then cat >/dev/null; sleep 0.5; exit 75; fi\n"  # as ssh is
+        "while true; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    return {**os.environ, "SSH": str(program), "MPIRUN": str(program)}
+
+
+@pytest.mark.parametrize(("hosts", "code"), [("c0,c0", 0), ("c0,c6,c5", 6), ("c75,c75", 75)])
+def test_the_outcome_is_that_of_the_first_host_that_did_not_complete(engine, hosts, code):
+    argv = [str(SCRIPTS / "ssh/run.sh"), hosts, "x"]
+    assert subprocess.run(argv, env=engine, check=False, timeout=60).returncode == code
+
+
+@pytest.mark.parametrize("script", ["mpi/run.sh", "ssh/run.sh"])
+def test_signals_do_not_keep_a_script_from_the_outcome(engine, script):
+    argv = [str(SCRIPTS / script), "a", "x"]
+    with subprocess.Popen(argv, env=engine, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        assert process.wait(timeout=60) == 75
 
 
 def test_mpirun_is_told_one_agent_a_host_and_no_secret():

@@ -24,6 +24,8 @@ CHECKOUT = Path(os.environ.get("LOCKSTEP_CHECKOUT", Path(__file__).parents[1]))
 PYPROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 SHELL_SCRIPTS = [*sorted((CHECKOUT / "scripts").rglob("*.sh")), CHECKOUT / ".ci/run", CHECKOUT / ".ci/nightly"]
+SOURCED = ("environment.sh", "outcome.sh")
+"""Read by other scripts, never run."""
 PART_OF = {"pydantic-core": "pydantic"}  # which requires exactly one version of it
 LOCKS = sorted((CHECKOUT / "scripts/locks").glob("*.txt"))
 
@@ -133,7 +135,7 @@ def test_lowest_refuses_what_is_no_lower_bound(requirement):
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
 def test_shell_scripts_parse(script):
     subprocess.run(["bash", "-n", str(script)], check=True, capture_output=True)
-    if script.name != "environment.sh":  # sourced, never run
+    if script.name not in SOURCED:
         assert os.access(script, os.X_OK), "not executable"
         assert script.read_text().startswith("#!/usr/bin/env bash\n")
 

@@ -6,18 +6,7 @@
 #   LOCKSTEP_PORT     where the agents meet on the first host (default: 29400)
 #   MPIRUN            mpirun with options of its own (default: mpirun)
 set -uo pipefail
-
-outcome() { # PID: sets code to its exit code, however often a signal interrupts the wait
-    local again
-    while true; do
-        wait "$1"
-        code=$?
-        kill -0 "$1" 2>/dev/null || break
-    done
-    wait "$1" 2>/dev/null # it may have ended just after an interruption; 127: it had not
-    again=$?
-    ((again == 127)) || code=$again
-}
+source "$(dirname "${BASH_SOURCE[0]}")/../outcome.sh" || exit 2
 
 if [[ $# -lt 2 || $1 == -* ]]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
@@ -42,5 +31,5 @@ mpirun=$!
 
 # On SIGTERM mpirun would kill the agents a second later; SIGUSR1 it passes on, and they save and end.
 trap 'kill -USR1 "$mpirun"' INT TERM HUP
-outcome "$mpirun"
-exit "$code"
+outcome_of_all "$mpirun"
+exit "$result"

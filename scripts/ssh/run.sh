@@ -6,18 +6,7 @@
 #   LOCKSTEP_PORT     where the agents meet on the first host (default: 29400)
 #   SSH               ssh with options of its own (default: ssh -o BatchMode=yes)
 set -uo pipefail
-
-outcome() { # PID: sets code to its exit code, however often a signal interrupts the wait
-    local again
-    while true; do
-        wait "$1"
-        code=$?
-        kill -0 "$1" 2>/dev/null || break
-    done
-    wait "$1" 2>/dev/null # it may have ended just after an interruption; 127: it had not
-    again=$?
-    ((again == 127)) || code=$again
-}
+source "$(dirname "${BASH_SOURCE[0]}")/../outcome.sh" || exit 2
 
 if [[ $# -lt 2 || ! $1 =~ ^[A-Za-z0-9@._-]+(,[A-Za-z0-9@._-]+)*$ || $1 == -* ]]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
@@ -51,9 +40,5 @@ for index in "${!hosts[@]}"; do
 done
 
 trap 'for input in "${inputs[@]}"; do exec {input}>&-; done; inputs=()' INT TERM HUP
-result=0
-for agent in "${agents[@]}"; do
-    outcome "$agent"
-    [[ $result -ne 0 ]] || result=$code
-done
+outcome_of_all "${agents[@]}"
 exit "$result"
