@@ -28,18 +28,14 @@ from trainer.launch.processes import POLL_SECONDS, Worker, dump_stacks, end, kil
 from trainer.launch.rendezvous import Abandoned, Group
 from trainer.launch.report import Report
 from trainer.launch.spec import HEEDED, Job
-from trainer.launch.verdict import Saved, Verdict, advice, newest_checkpoint, say, tell
+from trainer.launch.verdict import Saved, Verdict, advice, newest_checkpoint, places, record, say, tell
 from trainer.placement import Placement
 from trainer.resilience.preemption import Ask
 from trainer.resilience.progress import HOLD, RUN
-from trainer.rundir import RunDir, write_json
+from trainer.rundir import RunDir
 
 LEAVE_SECONDS = 10.0
 """How long the agents wait for each other once the verdict is agreed."""
-
-
-RETRYABLE = (ExitCode.STUCK, ExitCode.DIED, ExitCode.PREEMPTED)
-"""Ends after which it is worth saying where to go on from."""
 
 
 @dataclass
@@ -174,7 +170,7 @@ def conclude(job: Job, group: Group, run_dir: RunDir, config: Config, lead: Lead
         return Ended(verdict.as_json(attempt), attempt, again.why, tail=tail, logs=logs)
     verdict = replace(verdict, advice=f"nothing: {again.why}")
     ended = Ended(verdict.as_json(attempt), attempt, again.why, tail=tail, logs=logs)
-    record(ended, run_dir, Place())
+    record(ended.verdict, places(run_dir, attempt))
     announce(ended, run_dir, Place())
     return replace(ended, next_attempt=run_dir.begin_attempt())
 
@@ -197,23 +193,17 @@ def leave(ended: Ended, run_dir: RunDir, place: Place) -> int:
         with suppress(OSError):
             attempt = run_dir.restore_replaced(attempt)
         ended = replace(ended, attempt=attempt, verdict={**ended.verdict, "attempt": attempt})
-    record(ended, run_dir, place)
+    record(ended.verdict, own_places(ended, run_dir, place))
     announce(ended, run_dir, place)
     return int(ended.verdict["exit_code"])
 
 
-def record(ended: Ended, run_dir: RunDir, place: Place) -> None:
-    """Writes verdict.json, of the attempt and of the run; a host but the first writes one of its own, if it has to.
-
-    A directory that is gone or full is no reason to fail.
-    """
-    paths = [run_dir.attempt_dir(ended.attempt) / "verdict.json", run_dir.verdict]
-    if place.host_index:
-        own = run_dir.attempt_dir(ended.attempt) / f"verdict.host-{place.host_index}.json"
-        paths = [own] if ended.alone and ended.attempt else []
-    for path in paths:
-        with suppress(OSError):
-            write_json(path, ended.verdict)
+def own_places(ended: Ended, run_dir: RunDir, place: Place) -> Sequence[Path]:
+    """Where this host records the verdict: host 0 does it for all; another has a file of its own, if it is alone."""
+    if not place.host_index:
+        return places(run_dir, ended.attempt)
+    own = run_dir.attempt_dir(ended.attempt) / f"verdict.host-{place.host_index}.json"
+    return [own] if ended.alone and ended.attempt else []
 
 
 def step_of(saved: Saved | None) -> int | None:
@@ -293,7 +283,8 @@ def dismiss(workers: Sequence[Worker], shutdown_seconds: float) -> None:
 
 def announce(ended: Ended, run_dir: RunDir, place: Place) -> None:
     """Says why the run failed: one line if that explains it, else with the end of the culprit's log, on one host."""
-    if ended.verdict["exit_code"] == ExitCode.COMPLETED:
+    code = ExitCode(ended.verdict["exit_code"])
+    if code == ExitCode.COMPLETED:
         return
     if os.isatty(1):
         with suppress(OSError):
@@ -305,5 +296,5 @@ def announce(ended: Ended, run_dir: RunDir, place: Place) -> None:
             tell(f"the log is {run_dir.log(ended.attempt, rank)}")
     tell(ended.verdict["message"])
     following = ended.verdict["next"]
-    if ended.verdict["exit_code"] in RETRYABLE and not following.startswith("nothing"):
+    if code.worth_retrying and not following.startswith("nothing"):
         tell(f"next: {following}")

@@ -182,8 +182,7 @@ class Follower(Pump):
 
     def _tend(self, link: Link, now: float) -> None:
         """What time brings: agent 0's lease, and ours to renew; a lost link is made anew until all have met."""
-        if not link.closed and now - link.heard > LEASE_SECONDS:
-            link.close(f"nothing was heard of it for {LEASE_SECONDS:g} s")
+        link.lapse(now, LEASE_SECONDS)
         if link.closed and self._met is None:
             self._link = None
         elif link.closed:

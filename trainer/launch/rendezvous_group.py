@@ -62,9 +62,6 @@ class Meeting:
         first = sum(member.num_workers for member in self.members[:host_index])
         return range(first, first + self.members[host_index].num_workers)
 
-    def host_of(self, rank: int) -> Member:
-        return next(member for member in self.members if rank in self.ranks(member.host_index))
-
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -231,8 +231,7 @@ class Leader(Pump):
                 link.close("said nothing of use")
         self._strangers = [link for link in self._strangers if not link.closed]
         for link in self._links.values():
-            if not link.closed and now - link.heard > LEASE_SECONDS:
-                link.close(f"nothing was heard of it for {LEASE_SECONDS:g} s")
+            link.lapse(now, LEASE_SECONDS)
         self._drop_closed()
         if now - self._renewed >= RENEW_SECONDS:
             self._renewed = now

@@ -76,10 +76,8 @@ class Link:
         try:
             while self._outgoing and not self.closed:
                 self._outgoing = self._outgoing[self.sock.send(self._outgoing) :]
-        except BlockingIOError:
-            pass
         except OSError as error:
-            self.close(error.strerror or "connection lost")
+            self._lost(error)
 
     def receive(self, now: float) -> list[Message]:
         """The messages that have come. Anything else than JSON objects in lines of bounded length closes the link."""
@@ -91,10 +89,8 @@ class Link:
                     break
                 self.heard = now
                 self._incoming += chunk
-        except BlockingIOError:
-            pass
         except OSError as error:
-            self.close(error.strerror or "connection lost")
+            self._lost(error)
         *lines, self._incoming = self._incoming.split(b"\n")
         if max(map(len, [*lines, self._incoming])) > self.most_bytes:
             self.close("a line was too long")
@@ -113,6 +109,15 @@ class Link:
                 return []
             messages.append(message)
         return messages
+
+    def lapse(self, now: float, lease_seconds: float) -> None:
+        """Closes a link that has been silent for longer than its lease."""
+        if not self.closed and now - self.heard > lease_seconds:
+            self.close(f"nothing was heard of it for {lease_seconds:g} s")
+
+    def _lost(self, error: OSError) -> None:
+        if not isinstance(error, BlockingIOError):
+            self.close(error.strerror or "connection lost")
 
     def close(self, why: str) -> None:
         self.closed = self.closed or why

@@ -2,21 +2,24 @@
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import catalog
 from trainer.checkpoint.manifest import is_local
 from trainer.config import Config
 from trainer.errors import ExitCode, InputRefused
+from trainer.launch.spec import HEEDED
 from trainer.resilience import wording
 from trainer.resilience.policy import RankView, Stuck, at_step
 from trainer.resilience.preemption import Ask
 from trainer.rundir import RunDir, write_json
 
-DIED_WITH_US = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGUSR1)
+DIED_WITH_US = tuple(-number for number in HEEDED)
+"""Return codes of workers that were sent the same signal as the agent, before they could heed it."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,16 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def record(verdict: Verdict, run_dir: RunDir, attempt: int) -> None:
-    """Writes verdict.json, of the attempt and of the run. A directory that is gone or full is no reason to fail."""
-    for directory in (run_dir.attempt_dir(attempt), run_dir.path):
+def places(run_dir: RunDir, attempt: int) -> tuple[Path, Path]:
+    """Where the verdict on the last attempt belongs: with that attempt, and with the run."""
+    return run_dir.attempt_dir(attempt) / "verdict.json", run_dir.verdict
+
+
+def record(verdict: Mapping[str, Any], paths: Iterable[Path]) -> None:
+    """Writes a verdict in ``as_json``'s form to ``paths``. A directory that is gone or full is no reason to fail."""
+    for path in paths:
         with suppress(OSError):
-            write_json(directory / "verdict.json", verdict.as_json(attempt))
+            write_json(path, verdict)
 
 
 def newest_checkpoint(config: Config, run_dir: RunDir) -> Saved | None:

@@ -21,7 +21,7 @@ from trainer import import_path, runtime
 from trainer.config import Config
 from trainer.errors import ExitCode, LockstepError, Preempted, SettingsRefused
 from trainer.launch.spec import HEEDED, Event, Job, WorkerSpec, send
-from trainer.launch.verdict import Verdict, record, tell
+from trainer.launch.verdict import Verdict, places, record, tell
 from trainer.placement import Placement
 from trainer.resilience import faults, progress
 from trainer.resilience.policy import limits
@@ -80,7 +80,7 @@ def run_here(job: Job) -> int:
             run_dir, attempt = RunDir(Path(job.run_dir)), job.attempt
             with suppress(OSError):
                 attempt = run_dir.restore_replaced(attempt)
-            record(verdict, run_dir, attempt)
+            record(verdict.as_json(attempt), places(run_dir, attempt))
     return int(verdict.exit_code)
 
 
