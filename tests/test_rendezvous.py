@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from trainer.errors import ExitCode, LockstepError, SettingsRefused
-from trainer.launch import rendezvous
+from trainer.launch import rendezvous, rendezvous_follower
 from trainer.launch.clusters import Place
-from trainer.launch.rendezvous import Abandoned, LeaderLost, join
+from trainer.launch.rendezvous import Abandoned, LeaderLost, NeverMet, join
 from trainer.launch.rendezvous_follower import Follower
 from trainer.launch.rendezvous_group import LEASE_SECONDS, Meeting, Member
 from trainer.launch.rendezvous_join import Ticket
@@ -191,10 +191,36 @@ def test_an_agent_0_that_never_comes_is_named_with_the_reason(agents, port):
     assert f"for agent 0 at --rendezvous 127.0.0.1:{port}: Connection refused" in str(error)
 
 
-def test_another_token_reaches_nobody(agents):
-    first, second = agents(0, init_seconds=2), agents(1, token="another secret", init_seconds=1)
-    assert "it knows another LOCKSTEP_TOKEN" in str(error_of(second))
-    assert "one from 127.0.0.1 had another LOCKSTEP_TOKEN" in str(error_of(first))
+def test_another_token_is_told_there_and_host_0_waits_for_the_right_one(agents, port, monkeypatch):
+    monkeypatch.setattr(rendezvous_follower, "OTHER_TOKEN_SECONDS", 1.0)
+    first = agents(0, converse)
+    wrong = error_of(agents(1, token="another secret"))
+    assert wrong.exit_code == ExitCode.SETTINGS_REFUSED
+    assert f"host 1: agent 0 at --rendezvous 127.0.0.1:{port} dropped us at the proof of LOCKSTEP_TOKEN" in str(wrong)
+    assert "the token here is not host 0's" in str(wrong)
+    assert not any(secret in str(wrong) for secret in (TOKEN, "another secret"))
+    assert not first.done()
+    assert [future.result(WAIT)[1] for future in (agents(1, converse), first)] == [11, 11]
+
+
+def test_another_token_is_told_at_the_limit_even_if_host_0_has_gone_meanwhile(staging):
+    pair = staging(token="another secret")
+    pair.turn_until(lambda: pair.follower._not_believed_since)
+    with pytest.raises(NeverMet, match=r"one from 127.0.0.1 had another LOCKSTEP_TOKEN"):
+        pair.gather(0)
+    pair.leader.close()
+    pair.turn_until(lambda: pair.follower._why == "Connection refused")
+    with pytest.raises(SettingsRefused, match="the token here is not host 0's"):
+        pair.gather(1)
+
+
+def test_who_was_not_believed_at_first_joins_all_the_same(staging):
+    """As when the agent 0 of an earlier run was still ending."""
+    pair = staging(token="another secret")
+    pair.turn_until(lambda: pair.follower._not_believed_since)
+    pair.leader._token = "another secret"
+    pair.meet()
+    assert pair.follower.lost() == {}
 
 
 def test_a_port_that_another_program_listens_on(agents, port, monkeypatch):
@@ -325,13 +351,13 @@ class Clock:
 class Staged:
     """A leader and a follower that move when told to, on one injected clock."""
 
-    def __init__(self, num_hosts=2):
+    def __init__(self, num_hosts=2, token=TOKEN):
         self.clock = Clock()
         self.num_hosts = num_hosts
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()[:2]
         self.leader = Leader(listener, TOKEN, self.ticket(0), self.clock)
-        self.follower = Follower(self.address, TOKEN, self.ticket(1), self.clock)
+        self.follower = Follower(self.address, token, self.ticket(1), self.clock)
 
     def ticket(self, index):
         return Ticket(Member(index, "ab"[index], 1), self.num_hosts, 1, "")

@@ -24,7 +24,7 @@ checkpoint.every_steps = 2
 observe.log_every_steps = 1
 debug.digest_every = 1
 """
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,21 @@ LONG = ["run.num_steps=100000", "checkpoint.every_steps=20"]
 class Run:
     """The agents of one run, one on each host of a lab."""
 
-    def __init__(self, lab, path, *settings, processes=2, options=()):
+    def __init__(self, lab, path, *settings, processes=2, options=(), tokens=(TOKEN, TOKEN)):
         self.lab, self.path = lab, path
         argv = [sys.executable, "-P", "-m", "trainer", "train", "digits_mlp", "--run-dir", str(path)]
         argv += ["--processes", str(processes), "--num-hosts", str(lab.hosts), "--host-index", "{host}"]
         argv += ["--rendezvous", f"{{address0}}:{PORT}", *options]
         for setting in (*SETTINGS, *settings):
             argv += ["--set", setting]
-        env = {"LOCKSTEP_TOKEN": TOKEN, "LOCKSTEP_COMPILATION_CACHE": "off", "XLA_FLAGS": ""}
+        self.argv, self.agents = argv, {}
+        for host, token in enumerate(tokens):
+            self.start(host, token)
+
+    def start(self, host, token):
+        env = {"LOCKSTEP_TOKEN": token, "LOCKSTEP_COMPILATION_CACHE": "off", "XLA_FLAGS": ""}
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        self.agents = [lab.popen(host, lab.fill(argv, host), env=env, **pipes) for host in range(lab.hosts)]
+        self.agents[host] = self.lab.popen(host, self.lab.fill(self.argv, host), env=env, **pipes)
 
     def end(self, host, seconds=240):
         """The agent's exit code and what it said, once it is gone and nothing is left on its host."""
@@ -41,7 +46,7 @@ class Run:
     def wait_for_step(self, step, seconds=240):
         deadline = time.monotonic() + seconds
         while self.last_step() < step:
-            assert time.monotonic() < deadline, [agent.poll() for agent in self.agents]
+            assert time.monotonic() < deadline, [agent.poll() for agent in self.agents.values()]
             time.sleep(0.05)
 
     def last_step(self):
@@ -176,6 +181,20 @@ def test_a_worker_stuck_on_one_host_is_named_on_both(lab, tmp_path):
     for _, err in ends:
         assert f"rank 2 (host {lab.hostname(1)}) never entered step 5" in err
     assert "Thread" in (run.path / "attempts/1/logs/rank-2.log").read_text()
+
+
+def test_a_host_with_another_token_is_told_so_while_host_0_waits(lab, tmp_path):
+    run = Run(lab, tmp_path / "run", "run.num_steps=2", processes=1, tokens=(TOKEN, "of another run, perhaps"))
+    code, err = run.end(1)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert (
+        f"host 1: agent 0 at --rendezvous {lab.addresses[0]}:{PORT} dropped us at the proof of LOCKSTEP_TOKEN" in line
+    )
+    assert TOKEN not in err
+    assert run.agents[0].poll() is None
+    run.start(1, TOKEN)
+    assert [run.end(host)[0] for host in range(2)] == [0, 0]
 
 
 @pytest.mark.slow

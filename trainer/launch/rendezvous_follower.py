@@ -13,6 +13,9 @@ from trainer.launch.rendezvous_wire import Link, Message, proof, proves
 
 CONNECT_SECONDS = 2.0
 RETRY_SECONDS = 0.5
+OTHER_TOKEN_SECONDS = 15.0
+"""For how long to try again while our proof is not accepted. An agent 0 of another run may be just ending there; ours
+would wait for its port no longer than that."""
 REFUSALS: dict[int, type[LockstepError]] = {
     ExitCode.SETTINGS_REFUSED: SettingsRefused,
     ExitCode.STUCK: NeverMet,
@@ -34,6 +37,7 @@ class Follower(Pump):
         self._their_nonce = ""
         self._why = "it was not tried yet"
         self._refused: LockstepError | None = None
+        self._not_believed_since: float | None = None
         self._abandoned = False
         self._met: Meeting | None = None
         self._gone = ""
@@ -71,6 +75,8 @@ class Follower(Pump):
                 if self._link is not None and self._trusted:
                     self._link.send({"abandon": 1})
                 raise Abandoned
+            if self._met is None and self._not_believed_since is not None:
+                raise SettingsRefused(self._other_token())
             if self._met is None:
                 raise NeverMet(self._never_met(seconds))
 
@@ -158,14 +164,26 @@ class Follower(Pump):
             self._their_nonce = theirs
         elif "proof" in message and not self._trusted:
             self._trusted = proves(message, self._token, "leader", link.nonce, self._their_nonce)
-            self._why = "it waits for the other hosts" if self._trusted else "it knows another LOCKSTEP_TOKEN"
-            if not self._trusted:
-                link.close(self._why)
+            if self._trusted:
+                self._why, self._not_believed_since = "it waits for the other hosts", None
+            else:
+                self._not_believed(link)
+        elif "other_token" in message and not self._trusted and self._met is None:
+            self._not_believed(link)
         elif "wait" in message and self._met is None:
             self._why = str(message["wait"])[:200]
             link.close(self._why)
         elif self._trusted:
             self._obey(message)
+
+    def _not_believed(self, link: Link) -> None:
+        """The token here is not agent 0's, or another run's agent 0 is still there: worth some more tries."""
+        now = self.clock()
+        if self._not_believed_since is None:
+            self._not_believed_since = now
+        elif now - self._not_believed_since >= OTHER_TOKEN_SECONDS:
+            self._refused = SettingsRefused(self._other_token())
+        link.close("it knows another LOCKSTEP_TOKEN")
 
     def _obey(self, message: Message) -> None:
         if "start" in message:
@@ -191,6 +209,14 @@ class Follower(Pump):
             changed = {} if self._view is self._sent else {"view": self._view}
             self._renewed, self._sent = now, self._view
             link.send({**changed, "now": now})
+
+    def _other_token(self) -> str:
+        host, port = self._address
+        return (
+            f"host {self.host_index}: agent 0 at --rendezvous {host}:{port} dropped us at the proof of LOCKSTEP_TOKEN: "
+            "the token here is not host 0's. Give all hosts the same LOCKSTEP_TOKEN; if another run has that "
+            "port on host 0, name another port on all hosts"
+        )
 
     def _never_met(self, seconds: float) -> str:
         host, port = self._address

@@ -170,7 +170,7 @@ class Leader(Pump):
         """A stranger's first line: it proves that it knows the token, and becomes a member, or is turned away."""
         theirs = str(message.get("nonce"))
         if not proves(message, self._token, "agent", link.nonce, theirs):
-            self._turn_away(link, {"wait": "it knows another LOCKSTEP_TOKEN"}, "had another LOCKSTEP_TOKEN")
+            self._turn_away(link, {"other_token": 1}, "had another LOCKSTEP_TOKEN")
             return
         link.send({"proof": proof(self._token, "leader", theirs, link.nonce)})
         try:
