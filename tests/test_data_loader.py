@@ -48,7 +48,7 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
             np.testing.assert_array_equal(one[name], other[name], strict=True)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

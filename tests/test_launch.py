@@ -16,8 +16,9 @@ import pytest
 from trainer.checkpoint import manifest
 from trainer.config import Checkpoint, Config
 from trainer.errors import ExitCode
-from trainer.launch import agent, processes, worker
+from trainer.launch import agent, processes, signals, worker
 from trainer.launch.abort import describe_exit, explain_abort
+from trainer.launch.signals import HEEDED
 from trainer.launch.spec import Event, Job, WorkerSpec, parse, send
 from trainer.launch.verdict import Failure, judge, newest_checkpoint
 from trainer.placement import Placement
@@ -69,11 +70,11 @@ def read_json(path: Path):
     return json.loads(path.read_text())
 
 
-def wait_until(condition, seconds: float) -> None:
+def wait_until(condition, seconds: float, every: float = 0.05) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def worker_pids(run_dir: Path, count: int) -> list[int]:
@@ -323,20 +324,77 @@ def test_a_signal_that_the_agent_was_started_to_ignore_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("milliseconds", [60, 150, 300, 500])
-def test_ctrl_c_at_the_very_beginning_shows_no_traceback(tmp_path, milliseconds):
-    command = [sys.executable, "-X", "importtime", "-m", "trainer", "train", "digits_mlp", "--run-dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    STARTED.append(process)
-    assert process.stderr is not None
-    begun = ""
-    while not begun.endswith(" json\n"):  # the first import after the handler is set
-        begun = process.stderr.readline()
-    time.sleep(milliseconds / 1000)
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
-    assert "Traceback" not in errors
-    assert process.returncode in (-signal.SIGINT, ExitCode.PREEMPTED), errors
+def heeds(pid: int, number: int) -> bool:
+    """Whether the process has a handler for that signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+DELAYS = (0.0, 0.05, 0.1, 0.3, 0.6, 1.0)
+"""Seconds from when the handlers stand: in the imports, as settings are read, as workers start, in the first step."""
+
+
+@pytest.mark.parametrize(("program", "delays"), [("-m trainer", DELAYS), ("lockstep", (0.0, 0.3))])
+def test_a_signal_at_any_moment_of_the_start_ends_with_75_and_the_run_can_be_started(tmp_path, program, delays):
+    script = "import sys; sys.argv[0] = 'lockstep'; from trainer.__main__ import main; sys.exit(main())"
+    command = [sys.executable, *(["-m", "trainer"] if program == "-m trainer" else ["-c", script]), "train"]
+    command += ["digits_mlp", "--resume", "--set", "run.num_steps=2", "--set", "data.global_batch=16", "--run-dir"]
+    for turn, delay in enumerate(delays):
+        number = HEEDED[turn % len(HEEDED)]
+        path = tmp_path / str(delay)
+        slow = ["--set", 'debug.faults=[{kind="delay", rank=0, step=1, seconds=20.0}]']
+        process = subprocess.Popen(
+            [*command, str(path), *slow], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
+        )
+        STARTED.append(process)
+        wait_until(lambda pid=process.pid: heeds(pid, HEEDED[-1]), 60, every=0.001)
+        time.sleep(delay)
+        process.send_signal(number)
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == ExitCode.PREEMPTED, (delay, errors)
+        assert "Traceback" not in errors
+        assert f"ended by {number.name}" in errors
+        if (path / "config.toml").exists():
+            assert read_json(path / "verdict.json")["exit_code"] == 75
+    again = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_worker_heeds_a_signal_from_its_first_moment(tmp_path):
+    for delay in (0.0, 0.1, 0.5):
+        job = make_job(tmp_path / str(delay), "sleep", 1)
+        process = start_agent(job)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(children.read_text, 60)
+        time.sleep(delay)
+        os.kill(int(children.read_text().split()[0]), signal.SIGTERM)
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == ExitCode.PREEMPTED, (delay, errors)
+        assert "ended by SIGTERM to rank 0" in errors
+
+
+def test_a_signal_just_before_the_agent_heeds_it_is_not_lost(tmp_path, capfd):
+    job = make_job(tmp_path, "agree", 1)
+    signals.note(signal.SIGTERM, None)
+    assert agent.run(job) == signals.PREEMPTED == ExitCode.PREEMPTED
+    assert capfd.readouterr().err.startswith("lockstep: ended by SIGTERM before the workers were started\n")
+    assert read_json(RunDir(Path(job.run_dir)).verdict)["outcome"] == "preempted"
+    assert not RunDir(Path(job.run_dir)).log(1, 0).exists()
+
+
+def test_a_signal_counts_where_nobody_reads_what_is_said_of_it():
+    code = "import os, signal; from trainer.launch import signals; signals.heed(signals.leave); os.close(2); "
+    command = [sys.executable, "-c", code + "os.kill(os.getpid(), signal.SIGHUP)"]
+    assert subprocess.run(command, check=False, timeout=240).returncode == ExitCode.PREEMPTED
+
+
+def test_what_heeds_signals_first_loads_next_to_nothing():
+    code = "import sys; before = set(sys.modules); import trainer.launch.signals; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert "trainer" in loaded
+    assert not loaded & {"dataclasses", "json", "pydantic", "typer", "numpy", "jax"}
 
 
 def test_spec_and_events_survive_the_way():

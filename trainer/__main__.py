@@ -4,11 +4,14 @@ import os
 import signal
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
-    __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep"
-):
-    # Until the agent heeds it, Ctrl-C ends the program without a word, and not with a traceback from some import.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from trainer.launch import signals
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "lockstep":
+    # Before the imports below, which take most of a second: a run that is asked to end now has not begun.
+    if sys.argv[1:2] == ["train"]:
+        signals.heed(signals.leave)
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C shows no traceback from some import
 
 import errno
 import json
@@ -113,6 +116,7 @@ def train(
         raise SettingsRefused(f"--no-agent runs on one host, not on {place.num_hosts}: give --num-hosts 1")
     if from_step is not None and not resume:
         raise SettingsRefused(f"--from-step {from_step}: only with --resume can a run go back to an older step")
+    signals.begin()
     if place.host_index == 0:
         directory = RunDir.claim(run_dir or default_run_dir(config.run.name), resume=resume, overwrite=overwrite)
     else:  # host 0 claims it for all
@@ -303,10 +307,11 @@ def _run(job: Job, place: clusters.Place | None = None, *, here: bool) -> None:
     if here:
         from trainer.launch.worker import run_here  # only now: the agent does not load JAX
 
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signals.give_back()
         raise typer.Exit(run_here(job))
-    raise typer.Exit(agent.run(job, place))
+    code = agent.run(job, place)
+    signals.ignore_from_now_on()
+    raise typer.Exit(code)
 
 
 def _measure(config: Config, entry: str, processes: int, args: dict[str, Any]) -> None:

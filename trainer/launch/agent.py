@@ -27,7 +27,8 @@ from trainer.launch.lead import Lead, logs_to_show
 from trainer.launch.processes import POLL_SECONDS, Worker, dump_stacks, end, kill, listen, spawn
 from trainer.launch.rendezvous import Abandoned, Group
 from trainer.launch.report import Report
-from trainer.launch.spec import HEEDED, Job
+from trainer.launch.signals import heed, taken
+from trainer.launch.spec import Job
 from trainer.launch.verdict import Saved, Verdict, advice, newest_checkpoint, places, record, say, tell
 from trainer.placement import Placement
 from trainer.resilience.preemption import Ask
@@ -116,6 +117,8 @@ def run_attempt(
             abandoned=lambda: bool(signals.received),
         ) as group:
             attempt = group.meeting.attempt
+            if place.num_hosts == 1 and signals.received:
+                raise Abandoned
             lead = Lead()
             run_workers(replace(job, attempt=attempt), group, run_dir, config, signals, lead)
             if group.host_index == 0:
@@ -127,10 +130,12 @@ def run_attempt(
             return ended
     except Abandoned:
         asked = f"{signals.received[0].signal}" if signals.received else "a signal to another host"
-        verdict = Verdict(ExitCode.PREEMPTED, f"ended by {asked} before all hosts had met")
+        event = "all hosts had met" if place.num_hosts > 1 else "the workers were started"
+        verdict = Verdict(ExitCode.PREEMPTED, f"ended by {asked} before {event}")
     except LockstepError as error:
         verdict = Verdict(error.exit_code, str(error))
-    verdict = replace(verdict, advice=advice(verdict.exit_code, None))
+    saved = None if place.host_index else newest_checkpoint(config, run_dir)  # the disk may be lost with agent 0
+    verdict = replace(verdict, last_checkpoint=saved, advice=advice(verdict.exit_code, saved))
     return Ended(verdict.as_json(attempt), attempt, alone=place.host_index > 0)
 
 
@@ -212,7 +217,7 @@ def step_of(saved: Saved | None) -> int | None:
 
 @contextmanager
 def noting_signals() -> Iterator[Signals]:
-    """Notes signals that ask the agent to end, instead of ending. Only a main thread can.
+    """Notes signals that ask the agent to end, those too that came just before. Only a main thread can.
 
     One that is ignored, as under nohup, stays ignored.
     """
@@ -220,8 +225,8 @@ def noting_signals() -> Iterator[Signals]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    heeded = [number for number in HEEDED if signal.getsignal(number) != signal.SIG_IGN]
-    previous: dict[int, Any] = {number: signal.signal(number, signals.note) for number in heeded}
+    previous = heed(signals.note)
+    signals.received[:0] = [Ask(signal.Signals(number).name, seconds) for number, seconds in taken()]
     try:
         yield signals
     finally:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from trainer.errors import ExitCode
 from trainer.launch.abort import describe_exit, explain_abort, log_tail
-from trainer.launch.spec import HEEDED, Event, Job, WorkerSpec, parse
+from trainer.launch.signals import HEEDED
+from trainer.launch.spec import Event, Job, WorkerSpec, parse
 from trainer.launch.verdict import Failure
 from trainer.placement import Placement
 from trainer.resilience import wording

@@ -2,15 +2,11 @@
 
 import json
 import os
-import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.placement import Placement
-
-HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask for an early end, of the agent or of a worker."""
 
 
 @dataclass(frozen=True)

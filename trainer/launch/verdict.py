@@ -12,7 +12,7 @@ from trainer.checkpoint import catalog
 from trainer.checkpoint.manifest import is_local
 from trainer.config import Config
 from trainer.errors import ExitCode, InputRefused
-from trainer.launch.spec import HEEDED
+from trainer.launch.signals import HEEDED
 from trainer.resilience import wording
 from trainer.resilience.policy import RankView, Stuck, at_step
 from trainer.resilience.preemption import Ask

@@ -20,7 +20,8 @@ from rich.console import Console
 from trainer import import_path, runtime
 from trainer.config import Config
 from trainer.errors import ExitCode, LockstepError, Preempted, SettingsRefused
-from trainer.launch.spec import HEEDED, Event, Job, WorkerSpec, send
+from trainer.launch.signals import HEEDED, heed
+from trainer.launch.spec import Event, Job, WorkerSpec, send
 from trainer.launch.verdict import Verdict, places, record, tell
 from trainer.placement import Placement
 from trainer.resilience import faults, progress
@@ -113,9 +114,7 @@ def pass_signals_on(fd: int) -> None:
     The number is written at once, even while this thread is stuck in C. A signal that is ignored stays ignored.
     """
     signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-    for number in HEEDED:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: None)
+    heed(lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
 
 
