@@ -126,3 +126,32 @@ def test_a_rate_that_is_none_is_refused_in_a_line(root):
     assert done.returncode == 2
     assert done.stderr.startswith("lab_exchange.py: rate: must be a number")
     assert len(done.stderr.splitlines()) == 1
+
+
+def times_of(*arguments):
+    """The cells of the one row that scripts/bench/detection_times.py prints."""
+    argv = [sys.executable, str(BENCH / "detection_times.py"), "--bare-jax", "--repeat", "1", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=10 * LIMIT_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
+
+
+def test_a_failure_is_timed_beside_bare_jax():
+    fault, code, known, over, bare = times_of("--faults", "sleep", "--limit", "5", "--cap", "10")
+    assert (fault, code, bare) == ("sleep", "5", "not within 10 s")
+    assert 0 < float(known.removesuffix(" s")) <= float(over.removesuffix(" s"))
+
+
+@pytest.mark.slow
+def test_a_cut_link_is_timed_beside_bare_jax(root, traces):
+    fault, code, _, over, bare = times_of("--hosts", "--faults", "link cut", "--cap", "10")
+    assert (fault, code, bare) == ("link cut", "6", "not within 10 s")
+    assert float(over.removesuffix(" s")) > 0
+    assert not [trace for trace in traces(0) if trace.startswith("process")]
+
+
+def test_a_fault_that_is_not_timed_is_refused_in_a_line():
+    argv = [sys.executable, str(BENCH / "detection_times.py"), "--hosts", "--faults", "spin"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    assert done.returncode == 2
+    assert "spin: there are host of agent 0 killed, other host killed, link cut" in done.stderr
