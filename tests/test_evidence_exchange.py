@@ -134,7 +134,6 @@ def test_several_processes_measure_together(tmp_path):
 
 
 def test_options_are_read_and_refused_in_one_line(tmp_path):
-    assert tuple(sorted(sync.ALGORITHMS, key=options.ALGORITHMS.index)) == options.ALGORITHMS
     assert options.sizes(None)[0] == 2**10
     assert options.sizes(None)[-1] == 64 * 2**20
     assert options.sizes("1 mib,4,4") == [4, 2**20]

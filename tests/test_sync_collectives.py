@@ -6,6 +6,7 @@ import pytest
 from exchanges import AXES, mesh_of
 from jax.sharding import PartitionSpec
 
+from trainer.config import WITH_CODEC
 from trainer.sync import collectives, ring, tree
 from trainer.sync.levels import topology
 
@@ -31,6 +32,11 @@ def random_rows(num_replicas, length):
 def assert_all_rows_are(result, expected):
     np.testing.assert_allclose(result, np.broadcast_to(expected, result.shape), rtol=0, atol=5e-6)
     assert all(row.tobytes() == result[0].tobytes() for row in result)
+
+
+def test_every_name_has_its_algorithm():
+    assert {*collectives.FLAT, "hierarchical"} == set(collectives.ALGORITHMS)
+    assert set(collectives.ACROSS) == set(WITH_CODEC["all"]) < collectives.FLAT.keys()
 
 
 @pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)

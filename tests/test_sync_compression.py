@@ -226,7 +226,7 @@ def test_half_precision_leaves_come_back_as_they_were():
         ({"codec": "topk", "codec_args": {"ratio": 2.0}}, r"sync.args.ratio = 2.0"),
         ({"codec": "int8", "compress": "fast"}, "sync.compress = 'fast': choose 'slow' or 'all'"),
         ({"codec": "int8", "algorithm": "ring"}, "sync.compress = 'slow' choose one of auto, hierarchical"),
-        ({"codec": "int8", "algorithm": "central", "compress": "all"}, "choose one of auto, ring, tree, xla"),
+        ({"codec": "int8", "algorithm": "central", "compress": "all"}, "choose one of auto, xla, ring, tree"),
         ({"codec": "int8", "across": "tree", "compress": "all"}, "sync.across = 'tree'"),
         ({"codec": "int8", "warmup_steps": -1}, "sync.warmup_steps = -1"),
         ({"codec": "int8", "momentum_correction": 1.0, "error_feedback": True}, "sync.momentum_correction = 1.0"),

@@ -6,7 +6,8 @@ Every field's description becomes its help text in the JSON schema (``lockstep c
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -37,6 +38,17 @@ SourceName = Literal["digits", "text", "npz", "tokens", "images", "arrayrecord",
 """The data sources that need no import path; ``typing.get_args`` lists them."""
 OptimizerName = Literal["sgd", "adamw", "lamb", "lion", "onebit_adam"]
 """The optimizers that need no import path; ``typing.get_args`` lists them."""
+AlgorithmName = Literal["xla", "ring", "tree", "hierarchical", "central"]
+"""How contributions are summed, in the order that lists keep to; central only to be measured against."""
+AcrossName = Literal["ring", "tree", "xla"]
+"""How the hierarchical one goes across nodes."""
+CompressName = Literal["slow", "all"]
+"""Where a codec is used: across nodes only, or everywhere."""
+WITH_CODEC: Mapping[CompressName, tuple[AlgorithmName, ...]] = MappingProxyType(
+    {"slow": ("hierarchical",), "all": ("xla", "ring", "tree")}
+)
+"""Which algorithms go with a codec: only the hierarchical one can compress across nodes alone, and only a flat one
+everywhere; central is not among them, for it is there to be measured against. "auto" goes with either."""
 CodecName = Literal["none", "bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd"]
 """How contributions are written on the wire; the rows of ``trainer.sync.codecs.CODECS``, and none."""
 
@@ -244,9 +256,9 @@ class Mesh(Settings):
 class Sync(Settings):
     """The exchange of gradients."""
 
-    algorithm: Literal["auto", "xla", "ring", "tree", "hierarchical", "central"] = "auto"
+    algorithm: Literal["auto", AlgorithmName] = "auto"
     """How contributions are summed; central only to be measured against."""
-    across: Literal["auto", "ring", "tree", "xla"] = "auto"
+    across: Literal["auto", AcrossName] = "auto"
     """How the hierarchical exchange goes across nodes."""
     bucket_mib: PositiveFloat | Literal["auto"] = "auto"
     """Gradients are exchanged together in buckets of about this size."""
@@ -255,7 +267,7 @@ class Sync(Settings):
     --profile', found from the current directory; empty: none."""
     codec: CodecName = "none"
     """How contributions are written on the wire; none: in float32."""
-    compress: Literal["slow", "all"] = "slow"
+    compress: CompressName = "slow"
     """Where the codec is used: across nodes only, or everywhere."""
     error_feedback: bool = True
     """Whether what a codec dropped is added to the next contribution; read where there is a codec."""
@@ -282,7 +294,7 @@ class Sync(Settings):
             is_set = [key for key in of_codecs if getattr(self, key) != getattr(fresh, key)]
             _refuse([f'{key}: the codec "none" would ignore it; choose a codec, or leave it out' for key in is_set])
             return self
-        allowed = ("auto", "hierarchical") if self.compress == "slow" else ("auto", "xla", "ring", "tree")
+        allowed = ("auto", *WITH_CODEC[self.compress])
         if self.algorithm not in allowed:
             names = ", ".join(f'"{name}"' for name in allowed)
             _refuse([f'algorithm: with a codec and compress = "{self.compress}" it is one of {names}'])

@@ -5,10 +5,10 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from trainer.config import CodecName
+from trainer.config import AlgorithmName, CodecName
 from trainer.errors import SettingsRefused
 
-ALGORITHMS = ("xla", "ring", "tree", "hierarchical", "central")
+ALGORITHMS = get_args(AlgorithmName)
 """Those of the exchange, the one that is only there to be measured against last."""
 
 DEFAULT_SIZES = tuple(4**power * 2**10 for power in range(9))

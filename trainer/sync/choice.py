@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from trainer.sync.accounting import payload_bytes, traffic
 from trainer.sync.buckets import BUCKET_MIB
-from trainer.sync.collectives import ACROSS
+from trainer.sync.collectives import ACROSS, ALGORITHMS
 from trainer.sync.cost import Profile, predict
 
 LEAF_BY_LEAF = 0.0
@@ -17,7 +17,10 @@ ACROSS_UNMEASURED = "xla"
 """How a hierarchical exchange goes across nodes where no link was measured: between hosts the libraries' own all-reduce
 is quicker than the same bytes sent by permutes."""
 
-CANDIDATES = [("xla", "ring"), ("ring", "ring"), ("tree", "ring"), *(("hierarchical", across) for across in ACROSS)]
+CANDIDATES = [
+    *((name, "ring") for name in ALGORITHMS if name in ACROSS),
+    *(("hierarchical", across) for across in ACROSS),
+]
 """(algorithm, across); of equals the first is taken."""
 
 

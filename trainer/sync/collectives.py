@@ -4,10 +4,12 @@ Ring and tree have files of their own; here are the others, and the table of all
 """
 
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
+from trainer.config import AcrossName, AlgorithmName
 from trainer.sync import ring, tree
 from trainer.sync.levels import Level, Topology
 from trainer.sync.ring import pad_to_multiple
@@ -37,11 +39,11 @@ def central(vector: jax.Array, level: Level) -> jax.Array:
 FLAT: Mapping[str, Collective] = {"central": central, "ring": ring.all_reduce, "tree": tree.all_reduce, "xla": xla}
 """The algorithms that see a single level."""
 
-ACROSS: tuple[str, ...] = ("ring", "tree", "xla")
+ACROSS: tuple[AcrossName, ...] = get_args(AcrossName)
 """Those that ``hierarchical`` may use across nodes."""
 
-ALGORITHMS: tuple[str, ...] = (*FLAT, "hierarchical")
-"""All of them."""
+ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
+"""All of them, hierarchical among them."""
 
 
 def hierarchical(vector: jax.Array, topology: Topology, across: str) -> jax.Array:

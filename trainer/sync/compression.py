@@ -7,29 +7,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.config import WITH_CODEC, CompressName
 from trainer.errors import SettingsRefused
 from trainer.sync import codecs, lanes, shards
 from trainer.sync.buckets import BUCKET_MIB, Shape
 from trainer.sync.codecs.base import Codec
-from trainer.sync.collectives import ACROSS
-from trainer.sync.lanes import Compress, Group
+from trainer.sync.lanes import Group
 from trainer.sync.levels import Topology
 from trainer.sync.state import OWNED, SyncState
 from trainer.sync.wire import EXACT
-
-ALGORITHMS: Mapping[Compress, tuple[str, ...]] = {
-    "slow": ("auto", "hierarchical"),
-    "all": ("auto", *ACROSS),
-}
-"""Which algorithms go with which ``compress``: only a hierarchical exchange can compress across nodes alone, and only a
-flat one everywhere; "central" is not among them, for it is there to be measured against."""
 
 
 class Compression(NamedTuple):
     """What is compressed and how; see ``all_reduce`` for the fields."""
 
     codec: Codec
-    compress: Compress = "slow"
+    compress: CompressName = "slow"
     error_feedback: bool = False
     warmup_steps: int = 0
     momentum: float = 0.0
@@ -92,7 +85,7 @@ def choose(
     codec: str | Codec,
     codec_args: Mapping[str, Any],
     *,
-    compress: Compress = "slow",
+    compress: CompressName = "slow",
     error_feedback: bool = False,
     warmup_steps: int = 0,
     momentum_correction: float = 0.0,
@@ -103,8 +96,8 @@ def choose(
     Raises:
         SettingsRefused: an unknown codec or argument, a value out of range, or one that would be ignored.
     """
-    if compress not in ALGORITHMS:
-        raise SettingsRefused(f"sync.compress = {compress!r}: choose 'slow' or 'all'")
+    if compress not in WITH_CODEC:
+        raise SettingsRefused(f"sync.compress = {compress!r}: choose {' or '.join(map(repr, WITH_CODEC))}")
     if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise SettingsRefused(f"sync.warmup_steps = {warmup_steps!r}: give a number of updates, 0 or more")
     if not 0 <= momentum_correction < 1:

@@ -17,13 +17,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from trainer.config import CompressName
 from trainer.sync import buckets, shards
 from trainer.sync.buckets import Bucket, Shape
 from trainer.sync.codecs.base import Codec
 from trainer.sync.levels import Level, Topology
 from trainer.sync.wire import EXACT, Direct, Shared
-
-Compress = Literal["slow", "all"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Group:
     owned: Literal["by_node", "by_shard", "by_replica"]
 
 
-def plan(shapes: Sequence[Shape], codec: Codec, compress: Compress, bucket_bytes: float) -> list[Group]:
+def plan(shapes: Sequence[Shape], codec: Codec, compress: CompressName, bucket_bytes: float) -> list[Group]:
     """Groups leaves by the codec that exchanges them: the given one, and exactly where it does not apply.
 
     A codec for whole leaves that are not bucketed (``bucket_bytes`` infinite) sends all of them in one message.
@@ -158,7 +157,7 @@ class LeafLane:
 Lane = FlatLane | LeafLane
 
 
-def lane_of(codec: Codec, compress: Compress, levels: Topology, algorithm: str) -> Lane:
+def lane_of(codec: Codec, compress: CompressName, levels: Topology, algorithm: str) -> Lane:
     """The lane for a codec; ``algorithm``: the flat collective by which its wire sums."""
     if compress == "all":
         wire = Direct(levels.flat, algorithm)

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from trainer.config import WITH_CODEC, CompressName
 from trainer.errors import SettingsRefused
 from trainer.sync import buckets, coded, collectives, compression
 from trainer.sync.choice import Links, choose
@@ -17,7 +18,6 @@ from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression
 from trainer.sync.cost import Profile
 from trainer.sync.error_feedback import zero_unless
-from trainer.sync.lanes import Compress
 from trainer.sync.levels import divide, topology
 from trainer.sync.state import SyncState
 
@@ -51,7 +51,7 @@ def all_reduce(
     num_hosts: int | None = None,
     codec: str | Codec = "none",
     codec_args: Mapping[str, Any] | None = None,
-    compress: Compress = "slow",
+    compress: CompressName = "slow",
     error_feedback: bool = False,
     warmup_steps: int = 0,
     momentum_correction: float = 0.0,
@@ -244,7 +244,7 @@ def _check(settings: _Settings) -> None:
     if settings.output_dtype is not None and not jnp.issubdtype(settings.output_dtype, jnp.floating):
         raise SettingsRefused(f"output_dtype = {settings.output_dtype!r}: choose a floating-point dtype")
     if how := settings.compression:
-        allowed = compression.ALGORITHMS[how.compress]
+        allowed = ("auto", *WITH_CODEC[how.compress])
         if algorithm not in allowed:
             raise SettingsRefused(
                 f"sync.algorithm = {algorithm!r}: with sync.codec and sync.compress = {how.compress!r} "
