@@ -200,7 +200,7 @@ def test_measured_links_are_read_before_anything_is_compiled_and_told_in_the_ban
     sync.write_profile(links, tmp_path / "links.json")
     pieces = assemble(settings(sync={"profile": str(tmp_path / "links.json"), "algorithm": "ring"}))
     assert (pieces.profile, pieces.links.num_hosts) == (links, 1)
-    told = story.facts(pieces, RunDir(tmp_path), 1, None).algorithm
+    told = story.facts(pieces, story.sending(pieces), RunDir(tmp_path), 1, None).algorithm
     assert told.startswith("ring, as the settings say, predicted from the measured links to take ")
     with pytest.raises(InputRefused, match=r"sync\.profile = 'nowhere\.json': .*/nowhere\.json was looked for"):
         assemble(settings(sync={"profile": "nowhere.json"}))

@@ -39,7 +39,7 @@ from trainer.resilience import progress
 from trainer.rundir import RunDir
 from trainer.state import TrainState
 from trainer.step import train_program
-from trainer.story import changes, facts, summary, topology, warnings, wire_bytes
+from trainer.story import Sending, changes, facts, sending, summary, topology, warnings
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -67,7 +67,8 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         checkpoints = open_checkpoints(config, run_dir, run_id, evaluator, display)
         found = checkpoints.select(of_any_run=is_new)
 
-        display.banner(facts(pieces, run_dir, attempt, found.step))
+        sent = sending(pieces)
+        display.banner(facts(pieces, sent, run_dir, attempt, found.step))
         for text in [*warnings(pieces), *found.warnings]:
             display.warning(text)
         marks = progress.current()
@@ -84,7 +85,7 @@ def run(config: Config, run_dir: RunDir, attempt: int, console: Console | None) 
         if not is_new:
             checkpoints.remove_leftovers()
         checkpoints.note_scores(past_scores(config, run_dir, start))
-        recorder = make_recorder(pieces, writer, display, attempt, start)
+        recorder = make_recorder(pieces, sent, writer, display, attempt, start)
         evaluations: list[Row] = []
         saves = Every(config.checkpoint.every_steps, saving(pieces, checkpoints, recorder, attempt))
         hooks = (
@@ -241,7 +242,7 @@ def past_scores(config: Config, run_dir: RunDir, start: int) -> dict[int, float 
 
 
 def make_recorder(
-    pieces: Assembly, writer: MetricsWriter | None, display: Display, attempt: int, start: int
+    pieces: Assembly, sent: Sending, writer: MetricsWriter | None, display: Display, attempt: int, start: int
 ) -> Recorder:
     """The recorder of this attempt: a row for its first step, every so many, and the last."""
     config, loader = pieces.config, pieces.loader
@@ -257,5 +258,5 @@ def make_recorder(
         ranks=np.array([meshes.rank_of_replica(pieces.mesh, replica) for replica in range(pieces.mesh.size)]),
         is_due=is_due,
         constant=lambda step: {"epoch": loader.epoch(step), "attempt": attempt},
-        wire_bytes=wire_bytes(pieces),
+        wire_bytes=sent.wire_bytes,
     )

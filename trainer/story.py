@@ -2,22 +2,35 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from trainer import state as states
 from trainer.assembly import Assembly
 from trainer.checkpoint.store import Checkpoints, Restored, versions
+from trainer.config import Config
 from trainer.display import Facts, Summary, plural
 from trainer.metrics import Row
 from trainer.recorder import Recorder
 from trainer.rundir import RunDir
-from trainer.sync import Choice, Compression, choose, payload_bytes, traffic
+from trainer.sync import Compression, choose, payload_bytes, traffic
 from trainer.sync.codecs import build
 from trainer.sync.wire import EXACT
 
 
-def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | None) -> Facts:
+class Sending(NamedTuple):
+    """What a run's exchange sends. To know it takes a trace of the exchange, so it is found out once.
+
+    how:        in words.
+    wire_bytes: from the number of updates before a step to what its exchange sends, per device.
+    """
+
+    how: str
+    wire_bytes: Callable[[int], Row]
+
+
+def facts(pieces: Assembly, sent: Sending, run_dir: RunDir, attempt: int, resumed_step: int | None) -> Facts:
     """What is about to run."""
     config, mesh = pieces.config, pieces.mesh
     batch, num_processes = config.data.global_batch, jax.process_count()
@@ -38,7 +51,7 @@ def facts(pieces: Assembly, run_dir: RunDir, attempt: int, resumed_step: int | N
         num_nodes=mesh.shape["node"],
         devices_per_node=mesh.shape["local"],
         num_processes=num_processes,
-        algorithm=_exchange(pieces),
+        algorithm=sent.how,
         exchanged_bytes=payload_bytes(gradient),
         num_steps=config.run.num_steps,
         num_epochs=config.run.num_steps / pieces.loader.batches_per_epoch,
@@ -61,14 +74,18 @@ def warnings(pieces: Assembly) -> list[str]:
     return []
 
 
-def wire_bytes(pieces: Assembly) -> Callable[[int], Row]:
-    """From the number of updates before a step to what its exchange sends, per device."""
-    gradient, mesh, settings = (
-        states.trainable_part(pieces.parts, pieces.shapes.params),
-        pieces.mesh,
-        pieces.config.sync,
+def sending(pieces: Assembly) -> Sending:
+    """What the run's exchange will send."""
+    mesh, settings, codec = pieces.mesh, pieces.config.sync, _compression(pieces)
+    gradient = states.trainable_part(pieces.parts, pieces.shapes.params)
+    choice = choose(
+        gradient,
+        pieces.links,
+        algorithm=settings.algorithm,
+        across=settings.across,
+        bucket_mib=settings.bucket_mib,
+        profile=pieces.profile,
     )
-    choice, codec = _choice(pieces), _compression(pieces)
 
     def row(compression: Compression | None) -> Row:
         ways = choice._asdict() if compression is None else settings.model_dump()
@@ -85,7 +102,8 @@ def wire_bytes(pieces: Assembly) -> Callable[[int], Row]:
 
     after = row(codec)
     warming = row(codec._replace(codec=EXACT)) if codec is not None and codec.warmup_steps else after
-    return lambda num_updates: warming if num_updates < settings.warmup_steps else after
+    how = choice.reason if codec is None else _in_words(pieces.config, after["wire_bytes_slow"])
+    return Sending(how, lambda num_updates: warming if num_updates < settings.warmup_steps else after)
 
 
 def _compression(pieces: Assembly) -> Compression | None:
@@ -101,29 +119,14 @@ def _compression(pieces: Assembly) -> Compression | None:
     )
 
 
-def _choice(pieces: Assembly) -> Choice:
-    settings = pieces.config.sync
-    return choose(
-        states.trainable_part(pieces.parts, pieces.shapes.params),
-        pieces.links,
-        algorithm=settings.algorithm,
-        across=settings.across,
-        bucket_mib=settings.bucket_mib,
-        profile=pieces.profile,
-    )
-
-
-def _exchange(pieces: Assembly) -> str:
-    """How contributions are exchanged, in words."""
-    settings = pieces.config.sync
-    if settings.codec == "none":
-        return _choice(pieces).reason
+def _in_words(config: Config, wire_bytes_slow: int) -> str:
+    """How a codec is used, and what it leaves to be sent to other nodes after the warm-up."""
+    settings = config.sync
     where = "across nodes, exact within them" if settings.compress == "slow" else "everywhere"
     feedback = "with" if settings.error_feedback else "without"
     warmup = f", after {settings.warmup_steps:,} exact updates" if settings.warmup_steps else ""
-    what = f"{settings.codec} of the momentum" if pieces.config.optimizer.name == "onebit_adam" else settings.codec
-    sent = wire_bytes(pieces)(settings.warmup_steps)["wire_bytes_slow"]
-    saved = f" ({sent:,} bytes from each device to other nodes)" if sent else ""
+    what = f"{settings.codec} of the momentum" if config.optimizer.name == "onebit_adam" else settings.codec
+    saved = f" ({wire_bytes_slow:,} bytes from each device to other nodes)" if wire_bytes_slow else ""
     return f"{what} {where}, {feedback} error feedback{warmup}{saved}"
 
 

@@ -19,6 +19,7 @@ from trainer import state as states
 from trainer.assembly import Assembly
 from trainer.display import Display, NullDisplay
 from trainer.metrics import MetricsWriter
+from trainer.story import sending
 
 
 def logging_every(pieces: Assembly, log_every_steps: int, end: int) -> Assembly:
@@ -39,7 +40,7 @@ def main() -> None:
     def block(log_every_steps: int) -> Seconds:
         nonlocal state, step
         block = logging_every(pieces, log_every_steps, step + args.steps)
-        recorder = loop.make_recorder(block, writer, display, 0, step)
+        recorder = loop.make_recorder(block, sending(block), writer, display, 0, step)
         with block.loader.iterate(step) as batches:
 
             def train() -> None:
