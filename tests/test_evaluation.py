@@ -6,7 +6,7 @@ import jax
 import pytest
 from toy import mesh_of
 
-from trainer import assembly, state
+from trainer import assembly, mapping, state
 from trainer.config import Config
 from trainer.errors import InputRefused
 from trainer.evaluation import Evaluator
@@ -26,11 +26,11 @@ CONFIG = {
 }
 
 
-def on(shape, virtual_replicas=8):
+def on(shape, virtual_replicas=8, mapped="shard_map"):
     """The pieces of a run on a mesh of this shape, and an evaluator."""
     pieces = assembly.assemble(Config.model_validate(CONFIG))
     mesh = mesh_of(*shape)
-    return dataclasses.replace(pieces, mesh=mesh, work=Work(mesh, virtual_replicas, 0))
+    return dataclasses.replace(pieces, mesh=mesh, work=Work(mesh, virtual_replicas, 0, mapped))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,16 @@ def test_twenty_one_examples_are_twenty_one(shape, expected):
     assert row["examples"] == expected["examples"] == 21
     assert row["accuracy"] == expected["accuracy"]
     assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (2, 4)])
+def test_it_is_mapped_as_the_step_is(shape, monkeypatch):
+    calls, call = [], mapping.PmapCompiled.__call__
+    monkeypatch.setattr(mapping.PmapCompiled, "__call__", lambda *args: calls.append(args) or call(*args))
+    pieces = [on(shape, mapped=name) for name in ("shard_map", "pmap")]
+    first, second = (Evaluator(p)(state.create_on_mesh(p.parts, p.mesh, 0)) for p in pieces)
+    assert first == second
+    assert len(calls) == 3  # 21 examples in batches of 8
 
 
 def test_it_evaluates_the_moving_average_where_there_is_one():

@@ -18,6 +18,9 @@ from trainer.mesh import AXES
 
 Mapping = Literal["shard_map", "pmap"]
 
+Donated = int | tuple[int, ...]
+"""The index of the argument whose memory a program's results may take, or of each; () for none."""
+
 REPLICA = "replica"
 """The one axis of a pmap, over all replicas in order."""
 
@@ -48,14 +51,14 @@ def check(mesh: Mesh, mapping: Mapping) -> None:
 
 
 def program(
-    body: Callable[..., Any], mesh: Mesh, mapping: Mapping, in_specs: tuple[Any, ...], out_specs: Any, donate: int
+    body: Callable[..., Any], mesh: Mesh, mapping: Mapping, in_specs: tuple[Any, ...], out_specs: Any, donate: Donated
 ) -> Any:
     """The compiled form of ``body``, to be called with global arrays or first to be lowered with their shapes.
 
     Args:
         body: what each replica computes, from its blocks of the arguments to its blocks of the results.
         in_specs, out_specs: partition specs on ``mesh``, with ``body``'s arguments and results as in ``jax.shard_map``.
-        donate: the index of the argument whose memory the results may take.
+        donate: the arguments whose memory the results may take.
     """
     if mapping == "pmap":
         return PmapProgram(body, mesh, in_specs, out_specs, donate)
@@ -72,7 +75,7 @@ class PmapProgram:
     """
 
     def __init__(
-        self, body: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any, donate: int
+        self, body: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any, donate: Donated
     ) -> None:
         self._border = Border(mesh, in_specs, out_specs)
         self._mapped = jax.pmap(

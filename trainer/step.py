@@ -311,7 +311,7 @@ def train_program(parts: Parts, work: Work, schedule: optax.Schedule, state: Tra
 
 
 def evaluation_program(parts: Parts, work: Work) -> Any:
-    """The jitted program ``(params, model_state, batch) -> Sums`` over all replicas, in inference mode."""
+    """The program ``(params, model_state, batch) -> Sums`` over all replicas, in inference mode; nothing is donated."""
 
     def body(params: Any, model_state: Any, batch: Batch) -> Sums:
         rows = {name: value for name, value in batch.items() if name != "example_id"}
@@ -320,17 +320,11 @@ def evaluation_program(parts: Parts, work: Work) -> Any:
             del virtual_replica
             return parts.task.evaluate(params, model_state, rows), jnp.sum(rows["weight"])
 
-        sums, examples = jax.lax.psum(sum_over_rounds(one, rows, work.rounds, jnp.int32(0)), AXES)
+        sums, examples = jax.lax.psum(sum_over_rounds(one, rows, work.rounds, jnp.int32(0)), work.axes)
         return {**sums, "examples": (examples, jnp.ones(()))}
 
-    mapped = jax.shard_map(
-        body,
-        mesh=work.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(AXES)),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    in_specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(AXES))
+    return mappings.program(body, work.mesh, work.mapping, in_specs, PartitionSpec(), donate=())
 
 
 def params_to_evaluate(state: TrainState) -> Any:
