@@ -9,6 +9,7 @@ import pytest
 from trainer import loop, metrics, story, sync
 from trainer.assembly import assemble
 from trainer.config import Config
+from trainer.data import Loader
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir
 
@@ -204,6 +205,14 @@ def test_measured_links_are_read_before_anything_is_compiled_and_told_in_the_ban
     assert told.startswith("ring, as the settings say, predicted from the measured links to take ")
     with pytest.raises(InputRefused, match=r"sync\.profile = 'nowhere\.json': .*/nowhere\.json was looked for"):
         assemble(settings(sync={"profile": "nowhere.json"}))
+
+
+def test_to_put_a_run_together_one_batch_is_read(monkeypatch):
+    reads, read = [], Loader.read
+    monkeypatch.setattr(Loader, "read", lambda self, index: reads.append(index) or read(self, index))
+    shapes = assemble(settings()).batch_shapes()
+    assert reads == [0]
+    assert shapes["image"].shape == (48, 8, 8, 1)
 
 
 def test_the_best_metrics_are_those_that_were_given():

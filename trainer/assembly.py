@@ -33,6 +33,7 @@ class Assembly:
     config: the settings, with ``mesh.virtual_replicas`` made explicit.
     links:  what an exchange has to cross; profile: what ``sync.profile`` says of it.
     shapes: the train state's shapes, dtypes and shardings.
+    blank:  stand-ins for this process's rows of a batch, all zeros that take no memory.
     attempt: which one this is, for failures that are staged in one only.
     """
 
@@ -43,13 +44,14 @@ class Assembly:
     work: Work
     schedule: optax.Schedule
     shapes: TrainState
+    blank: dict[str, np.ndarray]
     links: sync.Links
     profile: sync.Profile | None
     attempt: int = 1
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a global batch as the train program takes it."""
-        rows = self.prepare_rows(self.loader.read(0), step=0)
+        rows = self.prepare_rows(self.blank, step=0)
         batch = self.config.data.global_batch
         sharding = meshes.by_replica(self.mesh)
         return {
@@ -89,9 +91,10 @@ def assemble(config: Config, attempt: int = 1) -> Assembly:
         num_threads=data.num_threads,
         prefetch_batches=data.prefetch_batches,
     )
-    _check_same_data(loader)
+    blank = {name: np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for name, rows in loader.read(0).items()}
+    _check_same_data(loader.num_examples, blank)
     task = build_task(config)
-    batch = task_batch_shapes(loader.read(0), data.global_batch)
+    batch = task_batch_shapes(blank, data.global_batch)
     check_task(Subject(task, config.task.target, data.source), batch, data.global_batch // num_virtual_replicas)
     params = jax.eval_shape(lambda: task.init(jax.random.key(0))[0])
     trainable = optimizer.trainable_mask(params, config.optimizer.frozen)
@@ -112,6 +115,7 @@ def assemble(config: Config, attempt: int = 1) -> Assembly:
         work=work,
         schedule=optimizer.schedule(config.optimizer, config.run.num_steps),
         shapes=abstract(parts, mesh),
+        blank=blank,
         links=links,
         profile=profile,
         attempt=attempt,
@@ -244,10 +248,9 @@ def _check_faults(config: Config) -> None:
             )
 
 
-def _check_same_data(loader: Loader) -> None:
+def _check_same_data(num_examples: int, batch: dict[str, np.ndarray]) -> None:
     """Refuses processes that see different data, such as another version of a file on one host."""
-    first = loader.read(0)
-    seen = [loader.num_examples, *sorted((name, str(rows.dtype), rows.shape[1:]) for name, rows in first.items())]
+    seen = [num_examples, *sorted((name, str(rows.dtype), rows.shape[1:]) for name, rows in batch.items())]
     everyone = runtime.agree("data", seen)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
