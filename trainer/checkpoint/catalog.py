@@ -98,14 +98,17 @@ def directory_of(config: Config, run_dir: RunDir) -> str:
 
 def entries(directory: Path, *, checksums: bool = False) -> list[Entry]:
     """Every checkpoint in ``directory``, the newest first. Sizes are always compared, and where asked every byte."""
-    found = [entry for entry in directory.iterdir() if _is_step(entry.name)] if directory.is_dir() else []
-    ordered = sorted(found, key=lambda entry: int(entry.name), reverse=True)
-    return [look(entry, checksums=checksums) for entry in ordered]
+    return [look(path, checksums=checksums) for path in _steps_in(directory)]
+
+
+def newest_in(directory: Path) -> Entry | None:
+    """The newest checkpoint in ``directory`` that is complete, as far as sizes show."""
+    return next((entry for path in _steps_in(directory) if (entry := look(path, checksums=False)).is_good), None)
 
 
 def newest(config: Config, run_dir: RunDir) -> Entry | None:
     """A run's newest checkpoint that is complete, as far as sizes show."""
-    return next((entry for entry in entries(location(directory_of(config, run_dir))) if entry.is_good), None)
+    return newest_in(location(directory_of(config, run_dir)))
 
 
 def refuse_shorter(path: Path | str, step: int, num_steps: int) -> None:
@@ -286,6 +289,12 @@ def _no_such_step(directory: Path, step: int, found: Sequence[Entry]) -> str:
         return f"{found[0].path} cannot be used: {found[0].problem}"
     good = ", ".join(str(entry.step) for entry in reversed(entries(directory)) if entry.is_good) or "none"
     return f"{directory} holds no checkpoint of step {step}; there are: {good}"
+
+
+def _steps_in(directory: Path) -> list[Path]:
+    """What is named like a step, the newest first."""
+    found = [entry for entry in directory.iterdir() if _is_step(entry.name)] if directory.is_dir() else []
+    return sorted(found, key=lambda entry: int(entry.name), reverse=True)
 
 
 def _is_step(name: str) -> bool:

@@ -29,7 +29,6 @@ from trainer.state import TrainState
 
 COUNTERS = ("step", "num_updates", "consecutive_skips")
 ARRAYS = tuple(name for name in TrainState._fields if name not in COUNTERS)
-TEXTS = ("data", "meta")
 NO_LIMIT_SECONDS = 7 * 86400
 """What orbax is told to wait for a write: whether a save is stuck is for the agent to judge."""
 
@@ -99,7 +98,8 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is complete, or None."""
-        return max((entry.step for entry in catalog.entries(self._directory) if entry.is_good), default=None)
+        newest = catalog.newest_in(self._directory)
+        return None if newest is None else newest.step
 
     def select(self, *, of_any_run: bool = False) -> Selection:
         """What to resume from, as rank 0 finds it, with every byte checked; the same in all processes.
