@@ -334,6 +334,36 @@ def test_a_directory_that_is_removed_under_the_run_is_told(tmp_path):
         checkpoints.save(at_step(1), {}, {})
 
 
+def test_a_directory_that_is_replaced_under_the_run_is_told_and_left_alone(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(at_step(1), {}, {})
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "c")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(InputRefused, match=r"step 2 .*the directory is gone, and another stands in its place; there"):
+        checkpoints.save(at_step(2), {}, {})
+    checkpoints.close()
+    assert not any((tmp_path / "c").iterdir())
+
+
+def test_a_directory_that_is_replaced_during_a_save_is_told(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "c")
+    written = checkpoints._orbax.wait_until_finished
+
+    def replace():
+        written()
+        (tmp_path / "c").rename(tmp_path / "old")
+        shutil.copytree(tmp_path / "old", tmp_path / "c")
+
+    monkeypatch.setattr(checkpoints._orbax, "wait_until_finished", replace)
+    checkpoints.save(at_step(1), {}, {})
+    with pytest.raises(InputRefused, match=r"step 1 could not be written .*another stands in its place"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.close()
+    assert [entry.status for entry in catalog.entries(tmp_path / "c")] == ["unfinished"]
+
+
 def test_going_back_abandons_later_steps_until_they_are_overtaken(tmp_path):
     saved_steps(tmp_path, 1, 2, 3, 4, run_id="a")
     with pytest.raises(InputRefused, match="no checkpoint of step 7; there are: 1, 2, 3, 4"):

@@ -126,6 +126,30 @@ def gone(process):
         return True
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_directory_that_is_deleted_under_the_run_ends_it(tmp_path, is_replaced):
+    """Moved away, which is as if deleted at once; another of the same name does not pass for it."""
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    process = subprocess.Popen(
+        command(path, steps=100_000), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not catalog.newest_in(path / "checkpoints") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        path.rename(moved)
+        if is_replaced:
+            (path / "checkpoints").mkdir(parents=True)
+        _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 3, errors
+    assert "the directory is gone" in errors
+    assert not any(entry.is_good for entry in catalog.entries(path / "checkpoints"))
+    assert catalog.newest_in(moved / "checkpoints")
+
+
 def kill_while_saving(path, seconds):
     """Starts or resumes a run that saves at every step, and kills it some time after its first new checkpoint."""
     directory = path / "checkpoints"

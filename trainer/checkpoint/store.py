@@ -8,6 +8,7 @@ Memory: while a save is under way, each process holds a copy in host memory of t
 Parts of two saves are never held at once: a save waits for the one before.
 """
 
+import errno
 import importlib.metadata
 import threading
 import time
@@ -21,6 +22,7 @@ import orbax.checkpoint as ocp
 
 from trainer import runtime
 from trainer.checkpoint import catalog, manifest, reading
+from trainer.checkpoint.anchor import Anchor
 from trainer.checkpoint.catalog import Retention, Selection
 from trainer.checkpoint.manifest import FORMAT_VERSION, Damaged
 from trainer.checkpoint.shared import require_shared
@@ -78,6 +80,10 @@ class Checkpoints:
             raise InputRefused(f"{unusable}: it is no directory")
         if create:
             require_shared(self._directory)
+        try:
+            self._anchor = Anchor(self._directory)  # only now, for one that was refused must not be held
+        except OSError as error:
+            raise InputRefused(f"{unusable}: {error.strerror}") from error
         self._retention, self._run_id, self._on_saved = retention, run_id, on_saved
         self._scores: dict[int, float | None] = {}
         self._orbax = ocp.AsyncCheckpointer(
@@ -146,8 +152,8 @@ class Checkpoints:
         self._saving = counters["step"]
         path = self._directory / str(self._saving)
         try:
-            if not self._directory.is_dir():
-                raise FileNotFoundError(2, "the directory is gone")
+            if lost := self._anchor.lost():  # orbax would make it anew, or write among what is another's
+                raise FileNotFoundError(errno.ENOENT, lost)
             if runtime.rank() == 0:
                 catalog.remove(path)
             self._orbax.save(path, args=ocp.args.Composite(**arrays, **texts), force=True)
@@ -162,6 +168,8 @@ class Checkpoints:
         """In a thread of its own: makes the checkpoint complete, and only then deletes what it makes superfluous."""
         try:
             self._orbax.wait_until_finished()
+            if lost := self._anchor.lost():
+                raise FileNotFoundError(errno.ENOENT, lost)
             if runtime.rank() == 0:
                 manifest.write(path, int(path.name), self._run_id)
                 self._save_seconds = time.perf_counter() - begin
@@ -185,22 +193,24 @@ class Checkpoints:
             finishing.join()
             self._finishing = None
         failure, self._failure = self._failure, None
-        if isinstance(failure, OSError | ValueError | Damaged) and not runtime.is_of_a_lost_peer(failure):
-            raise self._failed(failure) from failure
         if failure is not None:
+            is_storage = isinstance(failure, OSError | ValueError | Damaged) or self._anchor.lost()
+            if is_storage and not runtime.is_of_a_lost_peer(failure):
+                raise self._failed(failure) from failure
             raise failure
         if finishing is not None:
             self._on_saved(self._saving, self._save_seconds)
 
     def _failed(self, error: BaseException) -> InputRefused:
+        lost = self._anchor.lost()
         try:
-            newest = self.latest()
+            newest = None if lost else self.latest()
         except OSError:
             newest = None
         intact = "there is none before it" if newest is None else f"step {newest} is intact"
         return InputRefused(
-            f"the checkpoint of step {self._saving} could not be written to {self._directory}: {storage_fault(error)}; "
-            f"{intact}: mend that, then go on with --resume"
+            f"the checkpoint of step {self._saving} could not be written to {self._directory}: "
+            f"{lost or storage_fault(error)}; {intact}: mend that, then go on with --resume"
         )
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -249,6 +259,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._orbax.close()
+            self._anchor.close()
 
 
 def parameters(source: str, abstract: TrainState) -> tuple[str, Any, Any]:
