@@ -25,6 +25,8 @@ from trainer.checkpoint.catalog import Retention
 from trainer.checkpoint.store import Checkpoints
 from trainer.config import Checkpoint, Config, Optimizer
 from trainer.errors import InputRefused
+from trainer.resilience import progress
+from trainer.resilience.progress import Block
 from trainer.rundir import RunDir
 from trainer.state import Parts, TrainState, abstract, create_on_mesh
 from trainer.sync import SyncState
@@ -362,6 +364,16 @@ def test_a_directory_that_is_replaced_during_a_save_is_told(tmp_path, monkeypatc
     monkeypatch.undo()
     checkpoints.close()
     assert [entry.status for entry in catalog.entries(tmp_path / "c")] == ["unfinished"]
+
+
+def test_what_is_complete_is_marked_for_the_agent(tmp_path):
+    with Block() as block:
+        progress.attach(os.dup(block.fd))
+        saved_steps(tmp_path / "c", 3, 5)
+        assert block.marks().saved == 5
+        progress.attach(os.dup(block.fd)).saved(0)
+        Checkpoints(tmp_path / "c", create=False).select()
+        assert block.marks().saved == 5
 
 
 def test_going_back_abandons_later_steps_until_they_are_overtaken(tmp_path):

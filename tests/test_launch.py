@@ -250,6 +250,15 @@ def test_a_run_directory_removed_in_mid_run_does_not_hide_the_verdict(tmp_path, 
     assert capfd.readouterr().err == "lockstep: the directory is gone\n"
 
 
+def test_the_verdict_names_a_checkpoint_in_an_object_store_by_the_workers_word(tmp_path):
+    job = make_job(tmp_path, "elsewhere", 2)
+    job = replace(job, config=f'{job.config}\ncheckpoint.directory = "gs://bucket/run"')
+    assert agent.run(job) == ExitCode.HALTED
+    verdict = read_json(RunDir(Path(job.run_dir)).verdict)
+    assert verdict["last_checkpoint"] == {"step": 7, "path": "gs://bucket/run/7"}
+    assert "it goes on from step 7" in verdict["next"]
+
+
 @pytest.mark.parametrize("here", [False, True])
 def test_a_refused_replacement_leaves_the_run_that_was_there(tmp_path, here, capfd):
     run_dir = RunDir(Path(make_job(tmp_path, "refuse", 1).run_dir))
@@ -464,9 +473,9 @@ def test_the_newest_checkpoint_is_a_whole_one(tmp_path, directory):
     config = Config.model_validate({"task": {"target": "a:B"}, "data": {"source": "digits", "global_batch": 8}})
     config = config.model_copy(update={"checkpoint": settings})
     assert newest_checkpoint(config, run_dir) is None
-    assert (
-        newest_checkpoint(config.model_copy(update={"checkpoint": Checkpoint(directory="gs://b/c")}), run_dir) is None
-    )
+    elsewhere = config.model_copy(update={"checkpoint": Checkpoint(directory="gs://b/c/")})
+    assert newest_checkpoint(elsewhere, run_dir) is None
+    assert newest_checkpoint(elsewhere, run_dir, marked=4) == (4, "gs://b/c/4")
     place = tmp_path / (directory or "checkpoints")
     for step in (4, 12, 20, 30):
         (place / str(step)).mkdir(parents=True)

@@ -27,6 +27,7 @@ from trainer.checkpoint.catalog import Retention, Selection
 from trainer.checkpoint.manifest import FORMAT_VERSION, Damaged
 from trainer.checkpoint.shared import require_shared
 from trainer.errors import InputRefused
+from trainer.resilience import progress
 from trainer.state import TrainState
 
 COUNTERS = ("step", "num_updates", "consecutive_skips")
@@ -121,6 +122,7 @@ class Checkpoints:
                 found |= catalog.select(self._directory, "" if of_any_run else self._run_id)._asdict()
             except InputRefused as refusal:
                 found["refusal"] = str(refusal)
+            progress.current().saved(found["step"] or 0)
         found = runtime.agree("checkpoint to resume from", found)[0]
         if found["refusal"]:
             raise InputRefused(found["refusal"])
@@ -173,6 +175,7 @@ class Checkpoints:
             if runtime.rank() == 0:
                 manifest.write(path, int(path.name), self._run_id)
                 self._save_seconds = time.perf_counter() - begin
+                progress.current().saved(int(path.name))
                 catalog.tidy(self._directory, self._retention, self._scores)
         except BaseException as error:
             self._failure = error

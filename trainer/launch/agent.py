@@ -164,7 +164,8 @@ def run_workers(job: Job, group: Group, run_dir: RunDir, config: Config, signals
 
 def conclude(job: Job, group: Group, run_dir: RunDir, config: Config, lead: Lead, history: list[int | None]) -> Ended:
     """On agent 0: the verdict, and whether there is another attempt; then the verdict on this one is recorded."""
-    verdict = lead.conclude(group, newest_checkpoint(config, run_dir))
+    marked = max((view.marks.saved for view in lead.look(group).ranks), default=0)
+    verdict = lead.conclude(group, newest_checkpoint(config, run_dir, marked))
     history.append(step_of(verdict.last_checkpoint))
     again = restarts.decide(verdict.exit_code, history, job.max_restarts)
     tail, logs = logs_to_show(verdict)

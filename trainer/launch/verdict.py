@@ -108,10 +108,15 @@ def record(verdict: Mapping[str, Any], paths: Iterable[Path]) -> None:
             write_json(path, verdict)
 
 
-def newest_checkpoint(config: Config, run_dir: RunDir) -> Saved | None:
-    """The run's newest complete checkpoint. None also where it is in an object store, which is not asked."""
-    if not is_local(config.checkpoint.directory):
-        return None
+def newest_checkpoint(config: Config, run_dir: RunDir, marked: int = 0) -> Saved | None:
+    """The run's newest complete checkpoint.
+
+    An object store is not asked, for that may take long or need what an agent does not have: there it is the one of
+    the step that a worker has ``marked``, None before any has.
+    """
+    directory = config.checkpoint.directory
+    if not is_local(directory):
+        return Saved(marked, f"{directory.rstrip('/')}/{marked}") if marked else None
     with suppress(OSError, InputRefused):
         if entry := catalog.newest(config, run_dir):
             return Saved(entry.step, str(entry.path))

@@ -35,6 +35,7 @@ class Word(IntEnum):
     LISTENS = 8
     UNLIMITED = 9
     COMMAND = 10
+    SAVED = 11
 
 
 BLOCK_BYTES = 8 * len(Word)
@@ -53,6 +54,7 @@ class Marks(NamedTuple):
     held:       whether it stands between two steps until it is told where to stop.
     listens:    whether it prints its stacks when asked to.
     unlimited:  whether it does something that no limit is meant for.
+    saved:      the newest step whose checkpoint it knows to be complete; 0: of none.
     """
 
     phase: PhaseName = "init"
@@ -65,6 +67,7 @@ class Marks(NamedTuple):
     held: bool = False
     listens: bool = False
     unlimited: bool = False
+    saved: int = 0
 
 
 class Block:
@@ -98,6 +101,7 @@ class Block:
             held=bool(words[Word.HELD]),
             listens=bool(words[Word.LISTENS]),
             unlimited=bool(words[Word.UNLIMITED]),
+            saved=words[Word.SAVED],
         )
 
     def command(self, value: int) -> None:
@@ -159,6 +163,13 @@ class Progress:
     def unlimited(self) -> None:
         """Marks that from now on it does something that no limit is meant for, and leaves no marks of it."""
         self._mark(Word.UNLIMITED, 1)
+
+    def saved(self, step: int) -> None:
+        """Marks that the checkpoint of ``step`` is complete; 0: that there is none. From any thread.
+
+        It is written beside training, and so no sign that training gets on: the time of the last mark stays.
+        """
+        self._words[Word.SAVED] = step
 
     def starts_at(self, step: int) -> None:
         """Marks the step that training goes on from."""
