@@ -10,6 +10,7 @@ from trainer import config_file, digest
 from trainer import state as states
 from trainer.assembly import Assembly
 from trainer.checkpoint import catalog
+from trainer.checkpoint.reading import named
 from trainer.checkpoint.store import Checkpoints
 from trainer.config import Config
 from trainer.display import Display
@@ -91,10 +92,8 @@ def refuse_non_finite(params: Any, step: int) -> None:
     Raises:
         Halted: names the first such parameter.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, _), finite in zip(leaves, jax.device_get(_finite([leaf for _, leaf in leaves])), strict=True):
+    for name, finite in jax.device_get(_finite(named(params))).items():
         if not finite:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise Halted(
                 f"parameter {name!r} is not finite after step {step}, though the gradients were: nothing was saved of "
                 "it; lower optimizer.learning_rate"
@@ -102,8 +101,8 @@ def refuse_non_finite(params: Any, step: int) -> None:
 
 
 @jax.jit
-def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+def _finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.all(jnp.isfinite(leaf)) for name, leaf in leaves.items()}
 
 
 def evaluating(

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from safetensors import SafetensorError
@@ -16,6 +15,8 @@ from safetensors.numpy import save_file
 from trainer import config_file
 from trainer.assembly import assemble
 from trainer.checkpoint import catalog
+from trainer.checkpoint.manifest import is_local
+from trainer.checkpoint.reading import named
 from trainer.checkpoint.store import Checkpoints
 from trainer.config import Config
 from trainer.errors import InputRefused, SettingsRefused
@@ -90,10 +91,7 @@ def write_arrays(output: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def named_arrays(tree: Any) -> dict[str, np.ndarray]:
     """The leaves of a tree of nested dicts as contiguous NumPy arrays of the same shapes, by their path 'a/b/c'."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C") for path, leaf in leaves
-    }
+    return {name: np.asarray(leaf, order="C") for name, leaf in named(tree).items()}
 
 
 @contextmanager
@@ -104,7 +102,7 @@ def newest_checkpoint(config: Config, run_dir: RunDir) -> Iterator[tuple[Checkpo
         InputRefused: there is none.
     """
     directory = catalog.directory_of(config, run_dir)
-    if "://" not in directory and not Path(directory).is_dir():
+    if is_local(directory) and not Path(directory).is_dir():
         raise InputRefused(f"{run_dir.path} has no checkpoint yet: there is no directory {directory}")
     checkpoints = Checkpoints(directory, run_id=run_dir.id, create=False)
     try:

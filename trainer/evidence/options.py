@@ -121,9 +121,7 @@ def mib(value: float) -> float:
     Raises:
         SettingsRefused: it is not.
     """
-    if not 0 < value <= LARGEST_MIB:
-        raise SettingsRefused(f"--mib {value:g}: give a size above 0, and at most {LARGEST_MIB}")
-    return value
+    return _above_zero("--mib", "size", value, LARGEST_MIB)
 
 
 def seconds(value: float) -> float:
@@ -132,8 +130,12 @@ def seconds(value: float) -> float:
     Raises:
         SettingsRefused: it is not.
     """
-    if not 0 < value <= LONGEST_SECONDS:
-        raise SettingsRefused(f"--seconds {value:g}: give a time above 0, and at most {LONGEST_SECONDS:g}")
+    return _above_zero("--seconds", "time", value, LONGEST_SECONDS)
+
+
+def _above_zero(option: str, what: str, value: float, most: float) -> float:
+    if not 0 < value <= most:
+        raise SettingsRefused(f"{option} {value:g}: give a {what} above 0, and at most {most:g}")
     return value
 
 
