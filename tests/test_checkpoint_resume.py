@@ -4,16 +4,20 @@ import errno
 import io
 import shutil
 
+import numpy as np
 import pytest
 from rich.console import Console
 from test_loop import run, settings, training
 
 from trainer import loop, metrics
-from trainer.checkpoint import catalog
+from trainer.assembly import assemble
+from trainer.checkpoint import catalog, reading
+from trainer.checkpoint.store import Checkpoints
 from trainer.errors import Halted, InputRefused, SettingsRefused
 from trainer.rundir import RunDir
 
-COMPARED = ("step", "num_updates", "epoch", "loss", "grad_norm", "learning_rate", "param_digest", "example_ids")
+COMPARED = ("step", "num_updates", "epoch", "loss", "grad_norm", "learning_rate", "residual_norm")
+COMPARED += ("param_digest", "example_ids")
 MEAN = {"target": "toy_task:Mean", "args": {}}
 NORMED = {"target": "toy_task:Normed", "args": {}}
 
@@ -42,13 +46,15 @@ def steps_of(directory):
 
 
 def normed(fault_step=None):
-    """Batch-norm, dropout, accumulation, Adam's moments, a moving average, a decaying rate; epochs of five batches."""
+    """Batch-norm, dropout, accumulation, Adam's moments, a moving average, a decaying rate, low-rank factors and what
+    they leave out; epochs of five batches."""
     faults = [] if fault_step is None else [{"kind": "nan", "rank": 0, "step": fault_step, "attempt": 0}]
     return settings(
         run={"num_steps": 10},
         task=NORMED,
         data={"global_batch": 288},
         optimizer={"schedule": "cosine", "warmup_steps": 3},
+        sync={"codec": "powersgd", "args": {"rank": 2}},
         checkpoint={"every_steps": 1},
         debug={"faults": faults},
     )
@@ -70,7 +76,61 @@ def test_ten_steps_are_the_same_in_parts_bit_for_bit(whole, tmp_path, ends):
     assert {row["epoch"] for row in rows} == {0, 1}
     for row, expected in zip(rows, whole, strict=True):
         assert row["attempt"] == 1 + sum(row["step"] > end for end in ends)
-        assert {key: row[key] for key in COMPARED} == {key: expected[key] for key in COMPARED}
+        assert {key: row.get(key) for key in COMPARED} == {key: expected.get(key) for key in COMPARED}
+    assert {row["residual_norm"] > 0 for row in rows if row["step"] % 2 == 0} == {True}
+
+
+def resizing(codec, nodes):
+    """Six steps on ``nodes`` nodes of eight devices in all; SGD, whose updates are as near as its gradients, and large
+    beside the last bit of a parameter."""
+    return settings(
+        sync={"codec": codec, "args": {"rank": 2} if codec == "powersgd" else {}},
+        optimizer={"name": "sgd", "learning_rate": 1.0, "accumulate_steps": 1, "ema_decay": 0.0},
+        mesh={"nodes": nodes, "devices_per_node": 8 // nodes},
+        checkpoint={"every_steps": 1, "keep": 9},
+    )
+
+
+def item(path, step, name):
+    return reading.named(reading.read(path / "checkpoints" / str(step), name))
+
+
+@pytest.mark.parametrize(
+    ("codec", "old", "new"),
+    [
+        ("powersgd", 4, 2),
+        pytest.param("powersgd", 2, 4, marks=pytest.mark.slow),
+        pytest.param("int8", 4, 2, marks=pytest.mark.slow),
+        ("int8", 2, 4),
+    ],
+)
+def test_residuals_go_to_other_owners_and_the_log_says_how(tmp_path, codec, old, new):
+    run(resizing(codec, old), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    catalog.go_back(tmp_path / "run" / "checkpoints", 3)
+    told = resume_and_listen(resizing(codec, new), tmp_path / "run")
+    assert f"residuals: each of the {new} owners starts from the mean of the {old} before" in told
+    assert f"resumed on 1 process, {new} x {8 // new} devices; the checkpoint was saved on 1 process, {old} x" in told
+
+    shapes = assemble(resizing(codec, new)).shapes
+    checkpoints = Checkpoints(tmp_path / "whole" / "checkpoints", create=False)
+    moved = reading.named(checkpoints.restore(3, shapes).state.sync)
+    checkpoints.close()
+    saved = item(tmp_path / "whole", 3, "sync")
+    names = [name for name in saved if "residual" in name]
+    assert any(np.abs(saved[name]).max() > 0 for name in names)
+    for name in names:
+        assert (saved[name].shape[0], moved[name].shape[0]) == (old, new)
+        np.testing.assert_allclose(np.mean(moved[name], 0), np.mean(saved[name], 0), rtol=0, atol=1e-7)
+
+    if codec == "powersgd":
+        before = item(tmp_path / "whole", 3, "params")
+        last_bit = np.finfo(np.float32).eps * max(np.abs(leaf).max() for leaf in before.values())
+        for step in (4, 5, 6):
+            ours, theirs = (item(tmp_path / name, step, "params") for name in ("run", "whole"))
+            size = max(np.abs(theirs[name] - before[name]).max() for name in before)
+            error = max(np.abs(ours[name] - theirs[name]).max() for name in before)
+            assert error <= 1e-6 * size + last_bit  # of the parameters, which is all that float32 leaves to tell
 
 
 def test_a_damaged_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path):

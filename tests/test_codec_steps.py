@@ -30,9 +30,9 @@ def exchange_of(codec, **changes) -> dict[str, Any]:
     return {"codec": codec, "codec_args": ARGS.get(codec, {}), "error_feedback": True, **changes}
 
 
-def uneven():
+def uneven(seed=0):
     """96 rows, of which two of the eight virtual replicas have none."""
-    batch = rows(96)
+    batch = rows(96, seed=seed)
     batch["weight"][5:40] = 0
     return batch
 
@@ -40,6 +40,25 @@ def uneven():
 def gradient_of(task, params, batch):
     weight = batch["weight"].sum()
     return jax.grad(lambda p: task.loss(p, {}, batch, key=jax.random.key(0), axes=())[0] / weight)(params)
+
+
+def kept(run, name):
+    """What is kept of each leaf, as the mean over its owners."""
+    found = {"hidden": {}, "out": {}}
+    for field in (run.state.sync.by_node, run.state.sync.by_shard, run.state.sync.by_replica):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(field.get(name, ()) if field else ()):
+            found[path[0].key][path[1].key] = np.asarray(leaf).mean(axis=0)
+    return found
+
+
+def assert_is_skipped(run, batch):
+    """The batch, once spoiled, changes nothing but the counters."""
+    state = jax.device_get(run.state)
+    batch["x"][50] = np.nan
+    report = run.step(batch)
+    assert report.non_finite.sum() == 1
+    counters = {"step": state.step + 1, "consecutive_skips": state.consecutive_skips + 1}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.state), state._replace(**counters))
 
 
 @pytest.mark.parametrize(
@@ -54,10 +73,7 @@ def test_an_update_and_what_it_kept_are_the_gradient_of_the_union_batch(codec, t
     before, batch = run.params, uneven()
     expected = gradient_of(task, before, batch)
     report = run.step(batch)
-    residual = {"hidden": {}, "out": {}}
-    for field in (run.state.sync.by_node, run.state.sync.by_shard):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(field["residual"] if field else ()):
-            residual[path[0].key][path[1].key] = np.asarray(leaf).mean(axis=0)
+    residual = kept(run, "residual")
     # The bfloat16 gradient of a virtual replica's rows is rounded before it is summed.
     bound = 0.02 if isinstance(task, Half) else 2e-6
     for part, leaves in expected.items():
@@ -67,12 +83,7 @@ def test_an_update_and_what_it_kept_are_the_gradient_of_the_union_batch(codec, t
     assert residual["hidden"]
     assert report.num_updates == 1
 
-    state = jax.device_get(run.state)
-    batch["x"][50] = np.nan
-    report = run.step(batch)
-    assert (report.num_updates, report.consecutive_skips, report.non_finite.sum()) == (1, 1, 1)
-    counters = {"step": state.step + 1, "consecutive_skips": state.consecutive_skips + 1}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.state), state._replace(**counters))
+    assert_is_skipped(run, batch)
 
 
 def test_clipping_comes_after_the_exchange():
@@ -98,12 +109,51 @@ def test_momentum_correction_of_what_is_sent_whole_is_momentum():
 
 
 @pytest.mark.parametrize(
+    "codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec not in ("int8", "topk"))) for codec in sync.CODECS]
+)
+def test_momentum_correction_goes_with_accumulation_clipping_skips_and_uneven_batches(codec):
+    """Of every step, against NumPy: what was sent is velocity plus old residual less new, and the update that, clipped.
+
+    The third batch is spoiled: as if there had been none.
+    """
+    clipped = Optimizer(name="sgd", learning_rate=1.0, clip_norm=0.5, non_finite="skip")
+    exchange = exchange_of(codec, momentum_correction=0.9)
+    run = Runner(Perceptron(), mesh_of(2, 2), clipped, num_virtual_replicas=8, exchange=exchange)
+    norms = []
+    for seed in range(5):
+        before, velocity, residual = run.params, kept(run, "velocity"), kept(run, "residual")
+        batch = uneven(seed)
+        if seed == 2:
+            assert_is_skipped(run, batch)
+            continue
+        gradient = gradient_of(run.parts.task, before, batch)
+        norms.append(float(run.step(batch).grad_norm))
+        left = kept(run, "residual")
+        sent = {
+            (part, name): 0.9 * velocity[part][name] + leaf + residual[part].get(name, 0) - left[part].get(name, 0)
+            for part, leaves in gradient.items()
+            for name, leaf in leaves.items()
+        }
+        norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in sent.values()))
+        assert norms[-1] == pytest.approx(norm, rel=1e-4)
+        for (part, name), leaf in sent.items():
+            moved = before[part][name] - run.params[part][name]
+            np.testing.assert_allclose(moved, leaf * min(1.0, 0.5 / norm), rtol=0, atol=5e-6)
+    assert max(norms) > 0.5
+    assert left["hidden"]
+    assert int(run.state.num_updates) == 4
+
+
+FAST = (("int8", "slow"), ("powersgd", "slow"))
+"""One codec for flat vectors and one for whole leaves; the others go the same ways."""
+
+
+@pytest.mark.parametrize(
     ("codec", "compress"),
     [
-        ("int8", "slow"),
-        ("powersgd", "slow"),
-        pytest.param("int8", "all", marks=pytest.mark.slow),
-        pytest.param("topk", "slow", marks=pytest.mark.slow),
+        pytest.param(codec, compress, marks=[pytest.mark.slow] * ((codec, compress) not in FAST))
+        for codec in sync.CODECS
+        for compress in ("slow", "all")
     ],
 )
 def test_it_is_the_same_under_pmap(codec, compress):
