@@ -28,6 +28,24 @@ def test_a_share_that_is_not_whole_is_refused_with_the_numbers(processes):
         runtime.cpu_share(Mesh(nodes=2, devices_per_node=3), processes)
 
 
+@pytest.mark.parametrize(
+    ("cores", "devices", "processes", "given", "threads"),
+    [
+        (1, 1, 2, None, "2"),
+        (2, 1, 2, None, None),
+        (2, 4, 2, None, "5"),
+        (8, 4, 2, None, None),
+        (1, 1, 2, "1", "1"),
+        (1, 4, 1, None, None),
+    ],
+)
+def test_between_processes_xla_has_a_thread_more_than_devices(monkeypatch, cores, devices, processes, given, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(os, "environ", {} if given is None else {"NPROC": given})
+    runtime.spare_a_thread(Mesh(nodes=processes, devices_per_node=devices), Placement(0, processes, ""))
+    assert os.environ.get("NPROC") == threads
+
+
 def test_gpus_are_shared_out_in_ranges():
     auto, explicit = Mesh(), Mesh(nodes=2, devices_per_node=2)
     first, second = (Placement(rank, 2, "", rank, 2) for rank in range(2))

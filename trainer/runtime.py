@@ -56,6 +56,7 @@ def start(
     num_gpus = 0 if emulated else visible_gpus(os.environ)
     if emulated:
         emulate_devices(mesh, placement)
+        spare_a_thread(mesh, placement)
     set_flags(emulated, placement, num_gpus)
     if cache_dir is not None:
         keep_compiled_programs(cache_dir)
@@ -134,6 +135,18 @@ def emulate_devices(mesh: Mesh, placement: Placement) -> None:
     jax.config.update("jax_platforms", "cpu")
     if xla_flags.DEVICE_COUNT_FLAG not in xla_flags.names(os.environ.get("XLA_FLAGS", "")):
         jax.config.update("jax_num_cpu_devices", cpu_share(mesh, placement.num_processes))
+
+
+def spare_a_thread(mesh: Mesh, placement: Placement) -> None:
+    """Gives XLA a thread more than this process has devices, unless the user's NPROC says how many.
+
+    It has one for each core, and on each device an exchange between processes holds one until all are there: on few
+    cores nothing would be left to go on with the backward pass.
+    """
+    wanted = cpu_share(mesh, placement.num_processes) + 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if placement.num_processes > 1 and cores < wanted:
+        os.environ.setdefault("NPROC", str(wanted))
 
 
 def set_flags(emulated: bool, placement: Placement, num_gpus: int) -> None:

@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     add("--across", help="as in [sync]")
     add("--bucket-mib", type=float, help="as in [sync] (default: auto)")
     add("--flags", default=FLAGS, help="XLA_FLAGS of lockstep's processes")
-    add("--threads", type=int, help="of XLA's pool in lockstep's processes, by NPROC (default: one for each core)")
+    add("--threads", type=int, help="of XLA's pool in lockstep's processes, by NPROC (default: as the trainer sets it)")
     add("--layers", type=int, default=16)
     add("--width", type=int, default=1024)
     add("--batch", type=int, default=1024, help="of each host")

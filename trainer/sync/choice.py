@@ -49,6 +49,11 @@ class Links(NamedTuple):
         """Whether all devices are CPU devices of one process, so that there are no links at all."""
         return self.platform == "cpu" and self.num_processes == 1
 
+    @property
+    def blocks_threads(self) -> bool:
+        """Whether an exchange holds the thread that it runs on: between processes on CPUs."""
+        return self.platform == "cpu" and self.num_processes > 1
+
 
 class Choice(NamedTuple):
     """Settings with nothing left open, and in one sentence why."""

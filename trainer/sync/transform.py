@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from trainer.config import WITH_CODEC, CompressName
 from trainer.errors import SettingsRefused
-from trainer.sync import buckets, coded, collectives, compression
+from trainer.sync import buckets, coded, collectives, compression, overlap
 from trainer.sync.choice import Links, choose
 from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression
@@ -64,6 +64,9 @@ def all_reduce(
     ``jax.shard_map(..., check_vma=False)``, or inside ``jax.pmap`` with ``axes`` the one name that it maps over.
     ``init`` can be called anywhere, though with a codec only the mesh can tell it how many owners there are outside of
     the mapped function: there its state has a row for each, inside (and without a mesh only there) the owner's alone.
+
+    Between processes on CPUs nothing can be used before all is exchanged, so that the exchange can run beside the
+    backward pass (see overlap.py).
 
     With a codec, what crosses the slow link is encoded, and a replica's updates that are not finite make all results
     NaN and leave the state as it was. Leaves that the codec does not apply to are exchanged exactly.
@@ -189,13 +192,16 @@ def _sum(
     )
     levels = topology(settings.axes, sizes, settings.devices_per_node, links.platform)
     sums = [leaf.astype(jnp.float32) for leaf in leaves]
-    for bucket in buckets.plan([leaf.shape for leaf in leaves], choice.bucket_mib * 2**20):
+    plan, total = buckets.plan([leaf.shape for leaf in leaves], choice.bucket_mib * 2**20), None
+    for bucket in plan:
         vector = buckets.pack([leaves[index] for index in bucket], links.is_emulated)
+        if links.blocks_threads and len(bucket) == 1:  # several were copied into one
+            vector = overlap.behind_products(vector)
         total = collectives.all_reduce(vector, levels, choice.algorithm, choice.across)
         shapes = [leaves[index].shape for index in bucket]
         for index, leaf in zip(bucket, buckets.unpack(total, shapes, links.is_emulated), strict=True):
             sums[index] = leaf
-    return sums
+    return sums if total is None or not links.blocks_threads else overlap.all_at_once(sums, total)
 
 
 def _owners_here(settings: _Settings, how: Compression, mesh: Mesh | None) -> int:
