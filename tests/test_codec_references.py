@@ -6,6 +6,7 @@ import pytest
 from members import exchange, states_of
 
 from trainer.sync.codecs import build
+from trainer.sync.ring import UNROLL_LIMIT
 
 
 def bf16(value):
@@ -71,8 +72,9 @@ def reencoded(values, round_trip):
         ("sign", {"block_size": 32}, by_block(sign, 32)),
     ],
 )
-def test_codes_that_are_added_up_by_each_parts_owner(name, args, round_trip):
-    values = np.random.default_rng(0).normal(size=(4, 97)).astype(np.float32)
+@pytest.mark.parametrize("members", [4, UNROLL_LIMIT + 2])
+def test_codes_that_are_added_up_by_each_parts_owner(name, args, round_trip, members):
+    values = np.random.default_rng(0).normal(size=(members, 97)).astype(np.float32)
     (total,), (sent,), _ = exchange(build(name, args), [values])
     expected_total, expected_sent = reencoded(values, round_trip)
     np.testing.assert_allclose(total, expected_total, atol=1e-5)

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from trainer.sync.ring import summed
+
 Shape = tuple[int, ...]
 
 Encode = Callable[[jax.Array, jax.Array], Any]
@@ -138,11 +140,15 @@ def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False
         codes = jax.vmap(encode)(parts, jax.random.split(first, size))
         like = jax.eval_shape(encode, parts[0], key)
         received = wire.swap(jax.vmap(to_words)(codes))
-        total = jnp.sum(jax.vmap(lambda words: decode(from_words(words, like), shape))(received), axis=0)
-        everybodys = wire.gather(to_words(encode(total, second)))
-        totals = jax.vmap(lambda words: decode(from_words(words, like), shape))(everybodys)
+
+        def decoded(words: jax.Array) -> jax.Array:
+            return decode(from_words(words, like), shape)
+
+        total = summed(size, lambda member: decoded(received[member]))
+        totals = jax.vmap(decoded)(wire.gather(to_words(encode(total, second))))
         sent = jax.vmap(lambda code: decode(code, shape))(codes)
-        sent = sent.at[me].add(totals[me] - total)
+        is_mine = jnp.arange(size)[:, None] == me  # picking rows by index would cost XLA's CPU loops their vectors
+        sent = sent + jnp.where(is_mine, totals - total, 0.0)
         return totals.reshape(-1)[: value.shape[0]], sent.reshape(-1)[: value.shape[0]]
 
     def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:

@@ -62,12 +62,15 @@ def _fractions(key: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _packed(codes: jax.Array) -> jax.Array:
-    """int8 (n,) from -8 to 7 -> uint8 (ceil(n / 2),), the earlier one in the lower half."""
-    nibbles = (jnp.pad(codes, (0, codes.shape[0] % 2)) + 8).astype(jnp.uint8).reshape(-1, 2)
-    return nibbles[:, 0] | nibbles[:, 1] << 4
+    """int8 (n,) from -8 to 7 -> uint8 (ceil(n / 2),), the first half of them in the lower halves of the bytes.
+
+    That way neighbours stay neighbours, and the loops that pack and unpack keep their vectors.
+    """
+    nibbles = (jnp.pad(codes, (0, codes.shape[0] % 2)) + 8).astype(jnp.uint8).reshape(2, -1)
+    return nibbles[0] | nibbles[1] << 4
 
 
 def _unpacked(words: jax.Array, length: int) -> jax.Array:
     """Undoes ``_packed``."""
-    nibbles = jnp.stack([words & 15, words >> 4], axis=1).reshape(-1)[:length]
+    nibbles = jnp.concatenate([words & 15, words >> 4])[:length]
     return nibbles.astype(jnp.int8) - 8
