@@ -163,3 +163,12 @@ def test_nothing_is_sent_by_one_replica_or_for_no_elements(algorithm):
     for tree_, nodes, local in ((vector(9), 1, 1), (vector(0), 2, 2), ({}, 2, 2)):
         counted = sync.traffic(tree_, nodes, local, algorithm=algorithm)
         assert (counted.wire_bytes_fast, counted.wire_bytes_slow, counted.fast.rounds) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "automatic"), [("int8", 4), ("int4", 4), ("sign", 1), ("randomk", 1), ("topk", 1)])
+def test_tiny_codes_travel_together_unless_the_user_sets_a_size(name, automatic):
+    leaves = [jax.ShapeDtypeStruct((256, 1024), np.float32)] * 16
+    for bucket_mib, expected in (("auto", automatic), (2.5, 8)):
+        ways = {"algorithm": "auto", "across": "auto", "bucket_mib": bucket_mib}
+        counted = sync.traffic(leaves, 2, 4, **ways, compression=choose(name, {}, error_feedback=True))
+        assert counted.num_buckets == expected

@@ -15,7 +15,13 @@ from trainer.sync.codecs.base import Codec
 from trainer.sync.lanes import Group
 from trainer.sync.levels import Topology
 from trainer.sync.state import OWNED, SyncState
-from trainer.sync.wire import EXACT
+from trainer.sync.wire import EXACT, record
+
+TINY = 1 / 16
+"""Codes below this part of float32 are tiny."""
+
+TINY_CODES_MIB = 32.0
+"""The size of buckets of which only tiny codes are sent."""
 
 
 class Compression(NamedTuple):
@@ -29,10 +35,16 @@ class Compression(NamedTuple):
     seed: int = 0
 
     def bucket_bytes(self, bucket_mib: float | str) -> float:
-        """Leaves are exchanged together up to this size; codecs for whole leaves send small messages, best together."""
-        if bucket_mib == "auto":
-            return BUCKET_MIB * 2**20 if self.codec.unit == "element" else math.inf
-        return float(bucket_mib) * 2**20
+        """Leaves are exchanged together up to this size.
+
+        Codecs for whole leaves send small messages, best together. So do codecs for vectors whose code is tiny: in the
+        usual buckets headers would be a good part of what they send.
+        """
+        if bucket_mib != "auto":
+            return float(bucket_mib) * 2**20
+        if self.codec.unit == "leaf":
+            return math.inf
+        return (TINY_CODES_MIB if _is_tiny(self.codec) else BUCKET_MIB) * 2**20
 
     def summing(self, algorithm: str, across: str) -> str:
         """The flat collective by which the members of an exchange sum what adds up as it is."""
@@ -43,6 +55,13 @@ class Compression(NamedTuple):
         """What is kept of a group's leaves."""
         residual = ["residual"] if self.error_feedback and group.codec is not EXACT else []
         return residual + (["velocity"] if self.momentum else [])
+
+
+def _is_tiny(codec: Codec) -> bool:
+    """Whether what one of two members sends of a large vector is a small part of the vector."""
+    length = 2**20
+    sent = sum(message.num_bytes for message in record(codec, [(length,)], 2))
+    return sent < 4 * length * TINY
 
 
 Kept = dict[str, dict[int, jax.Array]]
