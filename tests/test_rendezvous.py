@@ -38,11 +38,13 @@ def port():
 @pytest.fixture
 def agents(port):
     """start(host_index, act, **options): an agent on a thread; its future holds what ``act(group)`` returned."""
+    over = threading.Event()
     with ThreadPoolExecutor(8) as pool:
 
         def start(index, act=lambda group: group.meeting, *, num_hosts=2, token=TOKEN, **options) -> Future:
             place = Place(num_hosts, index, f"127.0.0.1:{port}", token)
             options = {"num_workers": 2, "attempt": 0 if index else 1, "init_seconds": WAIT, "loopback": True} | options
+            options.setdefault("abandoned", over.is_set)
 
             def run():
                 with join(place, **options) as group:
@@ -51,6 +53,7 @@ def agents(port):
             return pool.submit(run)
 
         yield start
+        over.set()  # a test that failed leaves none waiting on a clock that nobody advances
 
 
 def wait_for(condition, seconds=WAIT):
@@ -162,7 +165,12 @@ def test_an_agent_left_from_another_attempt_is_turned_away(agents):
     first = agents(0, attempt=4, init_seconds=1.5, clock=clock)
     stale = error_of(agents(1, attempt=3))
     assert (stale.exit_code, "left from attempt 3" in str(stale)) == (ExitCode.DIED, True)
-    clock.now += 1.6
+
+    def ended_by_the_clock():
+        clock.now += 1.6  # again and again, for who knows when the wait begins
+        return first.done()
+
+    wait_for(ended_by_the_clock)
     assert "was left from attempt 3" in str(error_of(first))
 
 
