@@ -84,7 +84,9 @@ def test_a_failure_ends_all_in_time_and_blames_the_right_rank(results, cell):
     assert len(result.pids) == cell.processes
     assert result.orphans() == []
     whole = CHECKPOINTS.get(cell.phase, [2])
-    if cell.kind == "sleep" or cell.phase == "shutdown":
+    if cell.phase == "data":
+        assert set(result.checkpoints) <= {2}  # batch 3 is read while step 2 still runs
+    elif cell.kind == "sleep" or cell.phase == "shutdown":
         assert result.checkpoints == whole
     else:  # the save of step 2 was perhaps under way, or that of step 4 went on while stacks were printed
         assert set(result.checkpoints) <= {*whole, 4}

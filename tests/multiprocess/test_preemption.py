@@ -194,7 +194,7 @@ def test_a_signal_while_compiling_ends_at_once(results, scenario):
 def test_a_signal_while_a_batch_is_late_waits_for_it(results, scenario):
     result = results[scenario].result(timeout=600)
     check_stopped(result)
-    assert result.checkpoints[-1] in (1, 2)  # the other rank has entered the first step
+    assert max(result.checkpoints, default=0) in (0, 1, 2)  # the other rank may have entered the first step
 
 
 @named("in checkpoint")
