@@ -22,13 +22,16 @@ case " $* " in
     *) own=(--run-dir "$directory") ;;
 esac
 
-config=("$root/configs/digits_vit.toml")
-if [[ " $* " == *" --resume "* ]]; then
-    previous=
-    for word in "$@"; do
-        [[ $previous == --run-dir ]] && run=$word || run=${word#--run-dir=}
-        [[ $previous != --run-dir && $run == "$word" ]] || [[ ! -f $run/config.toml ]] || config=()
-        previous=$word
+run_dir() { # prints what --run-dir gives
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+            --run-dir) printf '%s' "${2-}" && return ;;
+            --run-dir=*) printf '%s' "${1#*=}" && return ;;
+        esac
+        shift
     done
-fi
+}
+
+config=("$root/configs/digits_vit.toml")
+[[ " $* " == *" --resume "* && -f $(run_dir "$@")/config.toml ]] && config=()
 exec "$venv/bin/lockstep" train "${config[@]}" "${own[@]}" "$@"

@@ -236,8 +236,8 @@ def main() -> None:
     seeds = range(options.seeds)
     wanted = [(arm, seed) for seed in seeds for arm in (Arm(EXACT), *arms)]
     missing = [(arm, seed) for arm, seed in wanted if results.get(arm, seed) is None]
-    for wanted in (signal.SIGTERM, signal.SIGINT):  # else the runs under way would be left, or a traceback
-        signal.signal(wanted, lambda number, _: sys.exit(128 + number))
+    for ending in (signal.SIGTERM, signal.SIGINT):  # else the runs under way would be left, or a traceback
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     with contextlib.closing(train_all(settings, missing, cores)) as runs:
         for run in runs:
             result = run.result()

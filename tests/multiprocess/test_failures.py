@@ -114,6 +114,11 @@ HEALTHY = {  # name: settings of a run in which a rank is late, and yet within i
         ]
         for algorithm in ("xla", "ring", "tree", "hierarchical", "central")
     },
+    "40 s late, a codec": [  # all_to_all and all_gather between processes
+        'debug.faults=[{kind="sleep", rank=1, step=3, seconds=40.0}]',
+        "timeouts.step_seconds=120.0",
+        'sync.codec="int8"',
+    ],
     **{
         f"40 s late in {phase}": [
             f'debug.faults=[{{kind="sleep", rank=1, step={STEPS[phase]}, phase="{phase}", seconds=40.0}}]',

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,6 +41,16 @@ def test_the_run_does_not_depend_on_the_number_of_processes(runs, num_processes)
         np.testing.assert_allclose(row["loss"], expected["loss"], rtol=1e-5)  # measured: 2e-7
         if row["kind"] == "train":
             np.testing.assert_allclose(row["grad_norm"], expected["grad_norm"], rtol=1e-5)
+
+
+def test_two_runs_at_once_on_one_host_are_each_as_alone(runs, tmp_path):
+    paths = [tmp_path / "one", tmp_path / "other"]
+    with ThreadPoolExecutor(2) as pool:
+        for path, done in zip(paths, pool.map(lambda path: train(path, 2), paths), strict=True):
+            assert done.returncode == 0, done.stderr
+            for row, expected in zip(metrics.read(path / "metrics.jsonl"), runs[2], strict=True):
+                assert row["loss"] == expected["loss"]
+                assert row.get("param_digest") == expected.get("param_digest")
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def summed(size: int, of: Callable[[jax.Array | int], jax.Array]) -> jax.Array:
     """of(0) + of(1) + … in this order.
 
     Written out it is one pass over everything. Of a sum along the first dim XLA's CPU compiler makes a loop without
-    vectors, some fifty times slower where what is added has to be decoded first.
+    vectors, where what is added has to be decoded first.
     """
     return _repeat(size - 1, lambda index, total: total + of(index + 1), of(0))
 
