@@ -10,6 +10,7 @@ from exchanges import mesh_of, program
 
 from trainer import sync
 from trainer.sync import tree
+from trainer.sync.codecs.powersgd import powersgd
 from trainer.sync.compression import choose
 
 SHAPES = {"a": (1000,), "b": (3,), "c": (0,), "d": (13, 7), "e": ()}
@@ -98,20 +99,23 @@ def test_it_counts_what_the_compiled_program_sends(monkeypatch, way, nodes, loca
 
 
 @pytest.mark.parametrize("compress", ["slow", "all"])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [*CODECS, "powersgd"])
 @pytest.mark.parametrize(("nodes", "local"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_it_counts_what_a_codec_sends(name, compress, nodes, local):
-    shapes = {"a": (1000,), "b": (3,), "d": (13, 7), "e": ()}
+    shapes = {"a": (1000,), "b": (3,), "d": (13, 7), "e": (), "rows": (8, 9), "columns": (3, 8)}
     mesh = mesh_of(nodes, local)
-    how = {"compress": compress, "error_feedback": True}
-    transform = sync.all_reduce(mesh, codec=CODECS[name](), bucket_mib=BUCKET_MIB, **how)
+    how, codec = (
+        {"compress": compress, "error_feedback": True},
+        powersgd(rank=1) if name == "powersgd" else CODECS[name](),
+    )
+    transform = sync.all_reduce(mesh, codec=codec, bucket_mib=BUCKET_MIB, **how)
     loop = Loop(mesh, transform, shapes)
     tree_ = {key: jax.ShapeDtypeStruct((nodes * local, *shape), np.float32) for key, shape in shapes.items()}
     _, num_bytes = measured(loop.step.lower(tree_, loop.state).compile().as_text(), nodes, local)
 
     gradient = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
     ways = {"algorithm": "auto", "across": "auto", "bucket_mib": BUCKET_MIB}
-    counted = sync.traffic(gradient, nodes, local, **ways, compression=choose(CODECS[name](), {}, **how))
+    counted = sync.traffic(gradient, nodes, local, **ways, compression=choose(codec, {}, **how))
     np.testing.assert_allclose([counted.fast.wire_bytes, counted.slow.wire_bytes], num_bytes, rtol=1e-12)
 
 

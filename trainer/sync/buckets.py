@@ -46,6 +46,22 @@ def plan(shapes: Sequence[Shape], bucket_bytes: float) -> list[Bucket]:
     return [*buckets, open_bucket] if open_bucket else buckets
 
 
+def runs(shapes: Sequence[Shape], bucket_bytes: float = BUCKET_MIB * 2**20) -> list[Bucket]:
+    """Groups neighbouring leaves into runs of no more than ``bucket_bytes`` of float32 or of one leaf.
+
+    >>> runs([(1000,), (3,), (0,), (2, 2), (5,)], bucket_bytes=40)
+    [(0,), (1, 2, 3), (4,)]
+    """
+    found: list[Bucket] = []
+    num_bytes = math.inf
+    for index, shape in enumerate(shapes):
+        num_bytes += 4 * math.prod(shape)
+        if num_bytes > bucket_bytes:
+            found, num_bytes = [*found, ()], 4 * math.prod(shape)
+        found[-1] = (*found[-1], index)
+    return found
+
+
 def pack(leaves: Sequence[jax.Array], transposed: bool = False) -> jax.Array:
     """One float32 vector of all the leaves' elements; a single float32 leaf is only reshaped.
 

@@ -1,13 +1,14 @@
 """The exchange with a codec: lanes, error feedback, warm-up, and the guard against what is not finite."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from trainer.sync import error_feedback, lanes
-from trainer.sync.codecs.base import Codec, Exchanged, Wire
+from trainer.sync.buckets import Shape
+from trainer.sync.codecs.base import Codec, Exchanged
 from trainer.sync.compression import Compression, check_state, closed, opened
 from trainer.sync.error_feedback import Memory, zero_unless
 from trainer.sync.lanes import Lane
@@ -82,6 +83,7 @@ def exchange(
             turn._replace(key=_key(turn, number, lane)),
             codec,
             lane,
+            chosen,
             lane.collect([values[index] for index in bucket]),
             {name: lane.read(found, chosen) for name, found in blocks.items()},
             [states[index] for index in bucket],
@@ -89,10 +91,10 @@ def exchange(
         )
         finite.append(done.is_finite())
         for index, total in zip(bucket, lane.spread(done.exchanged.totals, chosen), strict=True):
-            sums[index] = total
+            sums[index] = total if masks is None else zero_unless(masks[index], total)
         for name, found in blocks.items():
             after[name].update(zip(bucket, lane.write(done.memory[name], found, chosen), strict=True))
-        if codec.unit == "leaf":
+        if codec.unit != "element":
             next_states.update(zip(bucket, done.exchanged.states, strict=True))
     is_finite = _everywhere(finite, levels)
     following = closed(structure, state, after, next_states)
@@ -117,6 +119,7 @@ def _exchange_bucket(
     turn: _Turn,
     codec: Codec,
     lane: Lane,
+    shapes: Sequence[Shape],
     values: Sequence[jax.Array],
     memory: Pieces,
     states: list[Any],
@@ -134,8 +137,8 @@ def _exchange_bucket(
     ]
     whole = [value for value, _ in begun]
     values = masked(whole)
-    exchanged = _coded(turn, codec, values, states if codec.unit == "leaf" else [()] * len(values), lane.wire)
-    exchanged = exchanged._replace(totals=masked(exchanged.totals), sent=masked(exchanged.sent))
+    exchanged = _coded(turn, codec, lane, shapes, values, states if codec.unit != "element" else [()] * len(values))
+    exchanged = exchanged._replace(sent=masked(exchanged.sent))
     is_forgotten = turn.is_warm if codec.sparse else False
     after = [
         error_feedback.settle(value, sent, owned._replace(velocity=velocity), turn.owners, is_forgotten)
@@ -144,16 +147,18 @@ def _exchange_bucket(
     return _Done(exchanged, whole, {name: masked([getattr(owned, name) for owned in after]) for name in memory})
 
 
-def _coded(turn: _Turn, codec: Codec, values: list[jax.Array], states: list[Any], wire: Wire) -> Exchanged:
+def _coded(
+    turn: _Turn, codec: Codec, lane: Lane, shapes: Sequence[Shape], values: list[jax.Array], states: list[Any]
+) -> Exchanged:
     """By the codec, once warm and where there is anybody to send to; otherwise exactly."""
-    if wire.size == 1 or codec is EXACT:
-        return EXACT.exchange(values, states, turn.key, wire)
+
+    def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], Exchanged]:
+        return lambda values, states: lane.exchange(by, values, states, turn.key, shapes)
+
+    if lane.wire.size == 1 or codec is EXACT:
+        return run(EXACT)(values, states)
     if turn.how.warmup_steps == 0:
-        return codec.exchange(values, states, turn.key, wire)
-
-    def run(by: Codec) -> Any:
-        return lambda values, states: by.exchange(values, states, turn.key, wire)
-
+        return run(codec)(values, states)
     return jax.lax.cond(turn.is_warm, run(codec), run(EXACT), values, states)
 
 

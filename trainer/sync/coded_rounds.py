@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from trainer.sync import lanes, ring, shards
+from trainer.sync import buckets, lanes, ring, shards
 from trainer.sync.buckets import Shape
 from trainer.sync.compression import Compression
 from trainer.sync.lanes import Group
@@ -25,18 +25,24 @@ def coded_rounds(
         for bucket in group.buckets:
             chosen = [shapes[index] for index in bucket]
             pieces = lanes.pieces(group.codec, chosen, num_parts)
-            is_flat, piece_bytes = group.codec.unit == "element", 4 * sum(math.prod(piece) for piece in pieces)
-            if num_parts > 1 and is_flat:
-                yield Round(in_groups(everybody(local), nodes), piece_bytes)
+            unit, piece_bytes = group.codec.unit, 4 * sum(math.prod(piece) for piece in pieces)
+            is_cut = num_parts > 1 and unit != "leaf"
+            if is_cut:
+                runs = buckets.runs(chosen) if unit == "part" else [range(len(chosen))]
+                for run in runs:
+                    size_of_run = sum(shards.row_size(chosen[index], local) for index in run)
+                    yield Round(in_groups(everybody(local), nodes), 4 * size_of_run)
             elif num_parts > 1:
                 yield Round(in_groups(ring.neighbours(local), nodes), piece_bytes / local, 2 * (local - 1))
-            shared_by = 1 if is_flat else num_parts
-            for message in record(group.codec, pieces, size) if size > 1 else []:
+            shared_by = 1 if unit == "element" else num_parts
+            values, parts = (chosen, num_parts) if unit == "part" else (pieces, 1)
+            for message in record(group.codec, values, size, parts) if size > 1 else []:
                 yield from _message_rounds(message, size, summing, members, shared_by, nodes)
-            if num_parts > 1 and is_flat:
+            if is_cut:
                 uncut = [shape for shape in chosen if shards.cut_dim(shape, local) is None]
                 whole = 4 * sum(shards.row_size(shape, local) for shape in uncut)  # what is kept of these, put together
-                for num_bytes in (piece_bytes, *[whole] * len(how.kept(group))):
+                totals = piece_bytes if unit == "element" or size == 1 else 0  # of a codec for parts, they are whole
+                for num_bytes in (totals, *[whole] * len(how.kept(group))):
                     yield Round(in_groups(ring.neighbours(local), nodes), num_bytes, local - 1)
     yield from flat_rounds("xla", 1, num_nodes * local)
 
@@ -45,6 +51,9 @@ def _message_rounds(
     message: Message, size: int, summing: str, members: Groups, shared_by: int, nodes: Groups
 ) -> Iterator[Round]:
     """One message of each member; where the devices of a node share it, with what they then gather."""
+    if message.kind == "merge":
+        yield Round(in_groups(ring.neighbours(shared_by), nodes), message.num_bytes / shared_by, 2 * (shared_by - 1))
+        return
     words = 4 if message.kind == "sum" else 1
     part = math.ceil(message.num_bytes / words / shared_by)
     if message.kind == "sum":

@@ -42,7 +42,7 @@ class Compression(NamedTuple):
         """
         if bucket_mib != "auto":
             return float(bucket_mib) * 2**20
-        if self.codec.unit == "leaf":
+        if self.codec.unit != "element":
             return math.inf
         return (TINY_CODES_MIB if _is_tiny(self.codec) else BUCKET_MIB) * 2**20
 
@@ -86,7 +86,7 @@ def initial(how: Compression, params: Any, num_owners: int) -> SyncState:
         return tree(rows)
 
     def state(group: Group, shape: Shape) -> Any:
-        return group.codec.init(shape) if group.codec.unit == "leaf" else ()
+        return group.codec.init(shape) if group.codec.unit != "element" else ()
 
     fields = {field: _with_leaves({name: kept(field, name) for name in ("residual", "velocity")}) for field in OWNED}
     codec = _with_leaves({"codec": tree(state)}).get("codec", ())

@@ -4,6 +4,8 @@ A lane takes each bucket of leaves to the members of its wire, where the codec e
 
 - ``FlatLane``, for codecs that take flat vectors: reduce-scatter within the node, each device exchanges its own part,
   all-gather within the node. Where every replica is a member by itself, that is only a matter of packing.
+- ``PartLane``, for codecs that take a device's part of a leaf: reduce-scatter within the node; what the codec then puts
+  together are whole leaves already.
 - ``LeafLane``, for codecs that need whole leaves: all-reduce within the node, whose devices then encode the same and
   share the sending (see wire.py).
 
@@ -12,7 +14,7 @@ Both also read and write what is kept for each owner, as it lies on one device: 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,9 @@ import jax.numpy as jnp
 from trainer.config import CompressName
 from trainer.sync import buckets, shards
 from trainer.sync.buckets import Bucket, Shape
-from trainer.sync.codecs.base import Codec
+from trainer.sync.codecs.base import Codec, Exchanged
 from trainer.sync.levels import Level, Topology
+from trainer.sync.shards import Part
 from trainer.sync.wire import EXACT, Direct, Shared
 
 
@@ -47,7 +50,7 @@ def plan(shapes: Sequence[Shape], codec: Codec, compress: CompressName, bucket_b
     def group(codec: Codec, wanted: bool) -> Group:
         chosen = [index for index, is_coded in enumerate(coded) if is_coded == wanted]
         found = buckets.plan([shapes[index] for index in chosen], bucket_bytes)
-        owned = "by_replica" if compress == "all" else "by_shard" if codec.unit == "element" else "by_node"
+        owned = "by_replica" if compress == "all" else "by_node" if codec.unit == "leaf" else "by_shard"
         return Group(codec, [tuple(chosen[position] for position in bucket) for bucket in found], owned)
 
     return [found for found in (group(codec, True), group(EXACT, False)) if found.buckets]
@@ -70,6 +73,13 @@ class FlatLane:
         rows = [shards.to_rows(leaf, self.num_parts) for leaf in leaves]
         rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
         return [rows.reshape(-1) if self.num_parts == 1 or self.within is None else self.within.reduce_scatter(rows)]
+
+    def exchange(
+        self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
+    ) -> Exchanged:
+        """By the codec, of the leaves of these shapes."""
+        del shapes
+        return codec.exchange(values, states, key, self.wire)
 
     def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """The leaves whose parts the node's devices hold."""
@@ -126,6 +136,36 @@ class FlatLane:
 
 
 @dataclass(frozen=True)
+class PartLane(FlatLane):
+    """Parts of leaves among the members of ``wire``, each on one of the devices of ``within``."""
+
+    within: Level
+
+    def collect(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """This device's parts of the sums within the node: one vector, in messages that memory caches can hold."""
+        runs = buckets.runs([leaf.shape for leaf in leaves])
+        return [jnp.concatenate([FlatLane.collect(self, [leaves[index] for index in run])[0] for run in runs])]
+
+    def exchange(
+        self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
+    ) -> Exchanged:
+        """By the codec; exactly, it is an exchange of vectors."""
+        if codec.unit == "element":
+            done = codec.exchange(values, states, key, self.wire)
+            return done._replace(totals=super().spread(done.totals, shapes))
+        index = self.within.index()
+        rows = zip(self._split(values[0][None], shapes), shapes, strict=True)
+        parts = [Part(row[0], index, shape, self.num_parts) for row, shape in rows]
+        done = codec.exchange(parts, states, key, Shared(self.wire, self.within))
+        return done._replace(sent=[jnp.concatenate(done.sent)])
+
+    def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
+        """The leaves, which every device has already."""
+        del shapes
+        return list(pieces)
+
+
+@dataclass(frozen=True)
 class LeafLane:
     """Whole leaves among the members of ``wire``; ``within``: the level that is summed over first, if any."""
 
@@ -137,6 +177,13 @@ class LeafLane:
         if self.within is None or self.within.size == 1:
             return list(leaves)
         return [self.within.all_reduce(leaf) for leaf in leaves]
+
+    def exchange(
+        self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
+    ) -> Exchanged:
+        """By the codec, of the leaves of these shapes."""
+        del shapes
+        return codec.exchange(values, states, key, self.wire)
 
     def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """The leaves, which every device has already."""
@@ -154,7 +201,7 @@ class LeafLane:
         return [piece[None] for piece in pieces]
 
 
-Lane = FlatLane | LeafLane
+Lane = FlatLane | PartLane | LeafLane
 
 
 def lane_of(codec: Codec, compress: CompressName, levels: Topology, algorithm: str) -> Lane:
@@ -165,11 +212,13 @@ def lane_of(codec: Codec, compress: CompressName, levels: Topology, algorithm: s
     wire = Direct(levels.slow, algorithm)
     if codec.unit == "element":
         return FlatLane(wire, levels.fast)
+    if codec.unit == "part" and levels.fast.size > 1:
+        return PartLane(wire, levels.fast)
     return LeafLane(Shared(wire, levels.fast) if levels.fast.size > 1 else wire, levels.fast)
 
 
 def pieces(codec: Codec, shapes: Sequence[Shape], num_parts: int) -> list[Shape]:
-    """The shapes of what a codec is given of a bucket of leaves of these shapes."""
-    if codec.unit == "leaf":
+    """The shapes of what a lane collects of a bucket of leaves of these shapes."""
+    if codec.unit == "leaf" or (codec.unit == "part" and num_parts == 1):
         return list(shapes)
     return [(sum(shards.row_size(shape, num_parts) for shape in shapes),)]

@@ -5,12 +5,29 @@ sharded on the mesh is just what it exchanges. A leaf without such a dim is cut 
 """
 
 import math
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 from trainer.sync.buckets import Shape
 from trainer.sync.ring import pad_to_multiple
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Part:
+    """What one of a node's ``count`` devices has of a leaf.
+
+    row:   the part as a flat vector, see ``to_rows``.
+    index: which part it is, an int32 scalar.
+    shape: the leaf's.
+    """
+
+    row: jax.Array
+    index: jax.Array | int
+    shape: Shape = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
 
 
 def cut_dim(shape: Shape, num_parts: int) -> int | None:

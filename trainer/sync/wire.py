@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.sync import shards
 from trainer.sync.codecs.base import Codec, Exchanged, Wire
 from trainer.sync.collectives import FLAT
 from trainer.sync.levels import Level
@@ -32,6 +33,10 @@ class Direct:
     def index(self) -> jax.Array:
         """This member's index, an int32 scalar."""
         return self.level.index()
+
+    def merge(self, vector: jax.Array) -> jax.Array:
+        """The vector, for a member is one device."""
+        return vector
 
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the members' vectors."""
@@ -65,6 +70,10 @@ class Shared:
         """This node's index, an int32 scalar."""
         return self.across.index()
 
+    def merge(self, vector: jax.Array) -> jax.Array:
+        """The sum of the vectors of the node's devices."""
+        return self.within.all_reduce(vector)
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the nodes' vectors."""
         return self._all_parts(self.across.sum(self._part(vector)))[: vector.shape[0]]
@@ -95,20 +104,30 @@ class Shared:
 class Message(NamedTuple):
     """What one member passed to its wire: ``num_bytes`` in all; of a swap, for each of the members."""
 
-    kind: Literal["sum", "gather", "swap"]
+    kind: Literal["merge", "sum", "gather", "swap"]
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """A wire of ``size`` members that only writes down in ``messages`` what it is given. To be traced, not run."""
+    """A wire of ``size`` members of ``num_parts`` devices each that only writes down in ``messages`` what it is given.
+
+    To be traced, not run.
+    """
 
     size: int
+    num_parts: int = 1
     messages: list[Message] = field(default_factory=list)
 
     def index(self) -> jax.Array:
         """Any member's index."""
         return jnp.int32(0)
+
+    def merge(self, vector: jax.Array) -> jax.Array:
+        """The vector."""
+        if self.num_parts > 1:
+            self.messages.append(Message("merge", vector.nbytes))
+        return vector
 
     def sum(self, vector: jax.Array) -> jax.Array:
         """Something of the right shape."""
@@ -126,14 +145,21 @@ class Recorder:
         return words
 
 
-def record(codec: Codec, shapes: Sequence[tuple[int, ...]], size: int) -> list[Message]:
-    """The messages that one exchange of values of these shapes sends, in order; nothing is computed."""
-    wire = Recorder(size)
+def record(codec: Codec, shapes: Sequence[tuple[int, ...]], size: int, num_parts: int = 1) -> list[Message]:
+    """The messages that one exchange of values of these shapes sends, in order; nothing is computed.
 
-    def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array) -> Exchanged:
+    num_parts: how many devices share each value, of a codec for parts.
+    """
+    wire = Recorder(size, num_parts)
+
+    def exchange(values: Sequence[Any], states: Sequence[Any], key: jax.Array) -> Exchanged:
         return codec.exchange(values, states, key, wire)
 
-    values = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    def value(shape: tuple[int, ...]) -> Any:
+        row = jnp.zeros(shards.row_size(shape, num_parts))
+        return jnp.zeros(shape) if num_parts == 1 else shards.Part(row, jnp.int32(0), shape, num_parts)
+
+    values = jax.eval_shape(lambda: [value(shape) for shape in shapes])
     states = [jax.eval_shape(lambda shape=shape: codec.init(shape)) for shape in shapes]
     jax.eval_shape(exchange, values, states, jax.random.key(0))
     return wire.messages

@@ -38,6 +38,10 @@ class Wire(Protocol):
         """This member's index, an int32 scalar."""
         ...
 
+    def merge(self, vector: jax.Array) -> jax.Array:
+        """A member's float32 vector, of the summands that its devices have; itself where a member is one device."""
+        ...
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the members' float32 vectors of shape (n,), with the same bits on each."""
         ...
@@ -64,7 +68,7 @@ class Exchanged(NamedTuple):
     states: list[Any]
 
 
-Exchange = Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, Wire], Exchanged]
+Exchange = Callable[[Sequence[Any], Sequence[Any], jax.Array, Wire], Exchanged]
 """(float32 values, one codec state for each, random key that is the same on all members, wire) -> Exchanged."""
 
 
@@ -85,7 +89,9 @@ class Codec:
     """A way to write contributions.
 
     name:     as in the settings.
-    unit:     "element": takes flat vectors, cut anywhere; "leaf": takes whole leaves, in their own shapes.
+    unit:     "element": takes flat vectors, cut anywhere; "leaf": takes whole leaves, in their own shapes; "part":
+              takes whole leaves too, or a device's part of each (``shards.Part``). Totals are whole leaves then too,
+              and what was sent are rows like those of the parts.
     linear:   whether the totals depend on the sum of the members' values alone, given the codec's state and the key.
     exchange: see ``Exchange``.
     init:     a value's shape -> the codec's state for it, a pytree of arrays.
@@ -94,7 +100,7 @@ class Codec:
     """
 
     name: str
-    unit: Literal["element", "leaf"]
+    unit: Literal["element", "leaf", "part"]
     linear: bool
     exchange: Exchange
     init: Callable[[Shape], Any] = stateless

@@ -1,6 +1,5 @@
 """Matrices as products of two thin ones, found by one step of a power iteration. Vogels et al. 2019 (PowerSGD)."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from trainer.sync.buckets import pack, unpack
 from trainer.sync.codecs.arguments import rank_of
 from trainer.sync.codecs.base import Codec, Exchanged, Shape, Wire
+from trainer.sync.codecs.matrices import matrix, product, rows_and_columns
 
 _DEPENDENT = 1e-6
 """A column of which projection leaves less than this part is only rounding errors of float32."""
@@ -24,36 +24,33 @@ def powersgd(*, rank: int = 4) -> Codec:
     Directions of which nothing is left, as after a zero gradient, are drawn anew. The totals follow the members' sum
     alone, so where members always differ, a member's residual can become many times larger than the mean one.
 
-    A leaf is cut into rows and columns between two of its dims, there where m + n is smallest: for dense kernels, and
-    those of convolutions with many channels, before the last dim, which counts the outputs. The codec is used where
-    r (m + n) < m n; other leaves, all vectors among them, are exchanged exactly. A rank above min(m, n) means that.
+    How a leaf becomes a matrix: see ``matrices.cut``. The codec is used where r (m + n) < m n; other leaves, all
+    vectors among them, are exchanged exactly. A rank above min(m, n) means that.
     """
     rank = rank_of(rank)
 
-    def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
-        matrices = [value.reshape(_rows_and_columns(value.shape)) for value in values]
-        keys = [jax.random.fold_in(key, index) for index in range(2 * len(values))]
-        lefts = _summed([_product(m, q) for m, q in zip(matrices, states, strict=True)], wire)
-        lefts = [orthonormal(left, key) for left, key in zip(lefts, keys[::2], strict=True)]
-        mine = [_product(m.T, left) for m, left in zip(matrices, lefts, strict=True)]
+    def exchange(values: Sequence[Any], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
+        members = [matrix(value) for value in values]
+        keys = jax.random.split(key, 2)
+        pairs = zip(members, states, strict=True)
+        lefts = _orthonormal(_summed(_merged([m.times(right) for m, right in pairs], wire), wire), keys[0])
+        pairs = zip(members, lefts, strict=True)
+        mine = _merged([m.transposed_times(left) for m, left in pairs], wire)
         rights = _summed(mine, wire)
-
-        def restored(factors: Sequence[jax.Array]) -> list[jax.Array]:
-            pairs = zip(lefts, factors, values, strict=True)
-            return [_product(left, right.T).reshape(value.shape) for left, right, value in pairs]
-
-        states = [orthonormal(right, key) for right, key in zip(rights, keys[1::2], strict=True)]
-        return Exchanged(restored(rights), restored(mine), states)
+        factors = list(zip(members, lefts, rights, mine, strict=True))
+        totals = [product(left, right.T).reshape(m.shape) for m, left, right, _ in factors]
+        sent = [m.place_of(left, own) for m, left, _, own in factors]
+        return Exchanged(totals, sent, _orthonormal(rights, keys[1]))
 
     def init(shape: Shape) -> jax.Array:
-        m, n = _rows_and_columns(shape)
+        m, n = rows_and_columns(shape)
         return jax.random.normal(jax.random.key(0), (n, min(rank, m, n)))  # the same whatever a member's seed
 
     def applies(shape: Shape) -> bool:
-        m, n = _rows_and_columns(shape)
+        m, n = rows_and_columns(shape)
         return min(rank, m, n) * (m + n) < m * n
 
-    return Codec("powersgd", "leaf", linear=True, exchange=exchange, init=init, applies=applies)
+    return Codec("powersgd", "part", linear=True, exchange=exchange, init=init, applies=applies)
 
 
 def orthonormal(columns: jax.Array, key: jax.Array) -> jax.Array:
@@ -79,20 +76,27 @@ def _orthogonal(columns: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Arr
     columns = columns / jnp.where(scales > 0, scales, 1.0)
     before = jnp.linalg.norm(columns, axis=0)
     for _ in range(2):
-        columns = columns - _product(done, _product(done.T, columns))
+        columns = columns - product(done, product(done.T, columns))
     after = jnp.linalg.norm(columns, axis=0)
     is_independent = after > _DEPENDENT * before
     return columns / jnp.where(is_independent, after, 1.0), is_independent
 
 
-def _rows_and_columns(shape: Shape) -> tuple[int, int]:
-    """How a leaf is cut into a matrix: vectors and scalars become one column."""
-    cuts = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(max(1, len(shape)), 0, -1)]
-    return min(cuts[1:] or cuts, key=sum)
+def _orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
+    """``orthonormal`` of each. Those of one shape are taken together: one by one their many small steps cost most."""
+    done = list(factors)
+    for number, shape in enumerate(dict.fromkeys(factor.shape for factor in factors)):
+        alike = [index for index, factor in enumerate(factors) if factor.shape == shape]
+        keys = jax.random.split(jax.random.fold_in(key, number), len(alike))
+        found = jax.vmap(orthonormal)(jnp.stack([factors[index] for index in alike]), keys)
+        for index, columns in zip(alike, found, strict=True):
+            done[index] = columns
+    return done
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.matmul(left, right, precision="highest")
+def _merged(arrays: Sequence[jax.Array], wire: Wire) -> list[jax.Array]:
+    """A member's sums of what its devices have of several arrays, in one message."""
+    return unpack(wire.merge(pack(arrays)), [array.shape for array in arrays])
 
 
 def _summed(arrays: Sequence[jax.Array], wire: Wire) -> list[jax.Array]:
