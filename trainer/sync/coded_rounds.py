@@ -28,10 +28,9 @@ def coded_rounds(
             unit, piece_bytes = group.codec.unit, 4 * sum(math.prod(piece) for piece in pieces)
             is_cut = num_parts > 1 and unit != "leaf"
             if is_cut:
-                runs = buckets.runs(chosen) if unit == "part" else [range(len(chosen))]
-                for run in runs:
-                    size_of_run = sum(shards.row_size(chosen[index], local) for index in run)
-                    yield Round(in_groups(everybody(local), nodes), 4 * size_of_run)
+                for run in buckets.runs(chosen):
+                    num_elements = sum(shards.row_size(chosen[index], local) for index in run)
+                    yield Round(in_groups(everybody(local), nodes), 4 * num_elements)
             elif num_parts > 1:
                 yield Round(in_groups(ring.neighbours(local), nodes), piece_bytes / local, 2 * (local - 1))
             shared_by = 1 if unit == "element" else num_parts

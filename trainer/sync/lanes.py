@@ -69,10 +69,9 @@ class FlatLane:
         return 1 if self.within is None else self.within.size
 
     def collect(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """This member's part of the sum within the node: one vector."""
-        rows = [shards.to_rows(leaf, self.num_parts) for leaf in leaves]
-        rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
-        return [rows.reshape(-1) if self.num_parts == 1 or self.within is None else self.within.reduce_scatter(rows)]
+        """This member's part of the sum within the node: one vector. It is summed in messages that caches can hold."""
+        runs = buckets.runs([leaf.shape for leaf in leaves])
+        return [jnp.concatenate([self._part([leaves[index] for index in run]) for run in runs])]
 
     def exchange(
         self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
@@ -108,6 +107,11 @@ class FlatLane:
             for part, shape, is_whole in zip(parts, shapes, whole, strict=True)
         ]
 
+    def _part(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """Of the sum within the node of a few leaves."""
+        rows = jnp.concatenate([shards.to_rows(leaf, self.num_parts) for leaf in leaves], axis=1)
+        return rows.reshape(-1) if self.num_parts == 1 or self.within is None else self.within.reduce_scatter(rows)
+
     def _gathered(self, row: jax.Array) -> jax.Array:
         """(n,) on each device -> (devices, n)."""
         if self.num_parts == 1 or self.within is None:
@@ -140,11 +144,6 @@ class PartLane(FlatLane):
     """Parts of leaves among the members of ``wire``, each on one of the devices of ``within``."""
 
     within: Level
-
-    def collect(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """This device's parts of the sums within the node: one vector, in messages that memory caches can hold."""
-        runs = buckets.runs([leaf.shape for leaf in leaves])
-        return [jnp.concatenate([FlatLane.collect(self, [leaves[index] for index in run])[0] for run in runs])]
 
     def exchange(
         self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
