@@ -63,7 +63,7 @@ def exchange(codec, values, states=None, seed=0):
     """
     states = states_of(codec, [value.shape[1:] for value in values]) if states is None else states
     done = program(codec, len(values[0]))([jnp.asarray(v, jnp.float32) for v in values], states, jax.random.key(seed))
-    totals, sent, states = jax.device_get(tuple(done))
+    totals, sent, states = jax.device_get((done.totals, done.sent, done.states))
     for leaf in jax.tree.leaves((totals, states)):
         assert all(row.tobytes() == leaf[0].tobytes() for row in leaf), "members differ"
     return [total[0] for total in totals], sent, jax.tree.map(lambda leaf: leaf[0], states)

@@ -65,6 +65,15 @@ def test_what_is_sent_and_what_is_kept_are_all_there_was(codec, compress):
     assert int(loop.state.shared["count"]) == 21
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_a_total_that_only_its_encoder_sees_overflow_is_nan_everywhere(codec):
+    mesh = mesh_of(2, 2)
+    loop = Loop(mesh, sync.all_reduce(mesh, codec=codec, reduce="sum"), SHAPES)
+    tree = contributions(4, SHAPES)
+    tree["matrix"][:, 3, 5] = 1e38  # the sum within a node is finite, that over all is not
+    assert all(np.isnan(leaf).all() for leaf in loop(tree).values())
+
+
 @pytest.mark.parametrize("codec", ["int8", pytest.param("randomk", marks=pytest.mark.slow)])
 def test_a_state_shared_out_within_the_node_is_the_same_state(codec):
     mesh = mesh_of(2, 4)

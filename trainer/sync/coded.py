@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from trainer.sync import error_feedback, lanes
 from trainer.sync.buckets import Shape
-from trainer.sync.codecs.base import Codec, Exchanged
+from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression, check_state, closed, opened
 from trainer.sync.error_feedback import Memory, zero_unless
 from trainer.sync.lanes import Lane
@@ -35,17 +35,22 @@ class _Turn(NamedTuple):
     key: jax.Array
 
 
+class _Spread(NamedTuple):
+    """What an exchange left on a replica. totals: whole leaves; is_finite: whether they are, once all agree on it."""
+
+    totals: list[jax.Array]
+    sent: list[jax.Array]
+    states: list[Any]
+    is_finite: jax.Array
+
+
 class _Done(NamedTuple):
-    """What came of a bucket. values: what was to be sent, before any mask; memory: what is kept afterwards."""
+    """What came of a bucket. memory: what is kept afterwards; is_finite: whether all is on this replica."""
 
-    exchanged: Exchanged
-    values: list[jax.Array]
+    totals: list[jax.Array]
+    states: list[Any]
     memory: Pieces
-
-    def is_finite(self) -> jax.Array:
-        """Whether everything is, a bool scalar."""
-        pieces = [*self.exchanged.totals, *self.values, *jax.tree.leaves(self.memory)]
-        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(piece)) for piece in pieces]))
+    is_finite: jax.Array
 
 
 def exchange(
@@ -89,13 +94,13 @@ def exchange(
             [states[index] for index in bucket],
             None if masks is None else lane.read([masks[index][None] for index in bucket], chosen),
         )
-        finite.append(done.is_finite())
-        for index, total in zip(bucket, lane.spread(done.exchanged.totals, chosen), strict=True):
+        finite.append(done.is_finite)
+        for index, total in zip(bucket, done.totals, strict=True):
             sums[index] = total if masks is None else zero_unless(masks[index], total)
         for name, found in blocks.items():
             after[name].update(zip(bucket, lane.write(done.memory[name], found, chosen), strict=True))
         if codec.unit != "element":
-            next_states.update(zip(bucket, done.exchanged.states, strict=True))
+            next_states.update(zip(bucket, done.states, strict=True))
     is_finite = _everywhere(finite, levels)
     following = closed(structure, state, after, next_states)
     following = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), following, state)
@@ -137,29 +142,41 @@ def _exchange_bucket(
     ]
     whole = [value for value, _ in begun]
     values = masked(whole)
-    exchanged = _coded(turn, codec, lane, shapes, values, states if codec.unit != "element" else [()] * len(values))
-    exchanged = exchanged._replace(sent=masked(exchanged.sent))
-    is_forgotten = turn.is_warm if codec.sparse else False
+    spread = _coded(turn, codec, lane, shapes, values, states if codec.unit != "element" else [()] * len(values))
+    sent, is_forgotten = masked(spread.sent), turn.is_warm if codec.sparse else False
     after = [
         error_feedback.settle(value, sent, owned._replace(velocity=velocity), turn.owners, is_forgotten)
-        for value, (_, velocity), sent, owned in zip(values, begun, exchanged.sent, before, strict=True)
+        for value, (_, velocity), sent, owned in zip(values, begun, sent, before, strict=True)
     ]
-    return _Done(exchanged, whole, {name: masked([getattr(owned, name) for owned in after]) for name in memory})
+    kept = {name: masked([getattr(owned, name) for owned in after]) for name in memory}
+    is_finite = spread.is_finite & _all_finite([*whole, *jax.tree.leaves(kept)])
+    return _Done(spread.totals, spread.states, kept, is_finite)
 
 
 def _coded(
     turn: _Turn, codec: Codec, lane: Lane, shapes: Sequence[Shape], values: list[jax.Array], states: list[Any]
-) -> Exchanged:
+) -> _Spread:
     """By the codec, once warm and where there is anybody to send to; otherwise exactly."""
 
-    def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], Exchanged]:
-        return lambda values, states: lane.exchange(by, values, states, turn.key, shapes)
+    def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], _Spread]:
+        def exchange(values: list[jax.Array], states: list[Any]) -> _Spread:
+            done = lane.exchange(by, values, states, turn.key, shapes)
+            # What others encoded they check themselves, and all replicas agree on the flags in the end.
+            own = done.totals if done.packed is None else done.packed.own
+            return _Spread(lane.spread(done, shapes), done.sent, done.states, _all_finite(own))
+
+        return exchange
 
     if lane.wire.size == 1 or codec is EXACT:
         return run(EXACT)(values, states)
     if turn.how.warmup_steps == 0:
         return run(codec)(values, states)
     return jax.lax.cond(turn.is_warm, run(codec), run(EXACT), values, states)
+
+
+def _all_finite(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Whether everything is, a bool scalar."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(piece)) for piece in pieces]))
 
 
 def _everywhere(flags: Sequence[jax.Array], levels: Topology) -> jax.Array:

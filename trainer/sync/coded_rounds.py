@@ -3,12 +3,16 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
+
 from trainer.sync import buckets, lanes, ring, shards
 from trainer.sync.buckets import Shape
+from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression
 from trainer.sync.lanes import Group
 from trainer.sync.rounds import Groups, Round, everybody, flat_rounds, groups_of, in_groups, within
-from trainer.sync.wire import Message, record
+from trainer.sync.wire import EXACT, Message, Recorder, record
 
 
 def coded_rounds(
@@ -40,10 +44,22 @@ def coded_rounds(
             if is_cut:
                 uncut = [shape for shape in chosen if shards.cut_dim(shape, local) is None]
                 whole = 4 * sum(shards.row_size(shape, local) for shape in uncut)  # what is kept of these, put together
-                totals = piece_bytes if unit == "element" or size == 1 else 0  # of a codec for parts, they are whole
+                totals = 0 if unit == "part" and size > 1 else _handed_on_bytes(group.codec, pieces, size)
                 for num_bytes in (totals, *[whole] * len(how.kept(group))):
                     yield Round(in_groups(ring.neighbours(local), nodes), num_bytes, local - 1)
     yield from flat_rounds("xla", 1, num_nodes * local)
+
+
+def _handed_on_bytes(codec: Codec, pieces: Sequence[Shape], size: int) -> int:
+    """What a device gives the others of its node of the totals of these pieces."""
+
+    def handed_on(values: list[jax.Array], key: jax.Array) -> jax.Array:
+        by = codec if size > 1 else EXACT
+        return lanes.handed_on(by.exchange(values, [()] * len(values), key, Recorder(size)))
+
+    values = [jax.ShapeDtypeStruct(piece, jnp.float32) for piece in pieces]
+    given = jax.eval_shape(handed_on, values, jax.random.key(0))
+    return given.size * given.dtype.itemsize
 
 
 def _message_rounds(

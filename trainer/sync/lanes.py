@@ -3,7 +3,8 @@
 A lane takes each bucket of leaves to the members of its wire, where the codec exchanges it, and back:
 
 - ``FlatLane``, for codecs that take flat vectors: reduce-scatter within the node, each device exchanges its own part,
-  all-gather within the node. Where every replica is a member by itself, that is only a matter of packing.
+  all-gather within the node: of the codes, where totals came as such, for every device can decode them. Where every
+  replica is a member by itself, that is only a matter of packing.
 - ``PartLane``, for codecs that take a device's part of a leaf: reduce-scatter within the node; what the codec then puts
   together are whole leaves already.
 - ``LeafLane``, for codecs that need whole leaves: all-reduce within the node, whose devices then encode the same and
@@ -80,9 +81,11 @@ class FlatLane:
         del shapes
         return codec.exchange(values, states, key, self.wire)
 
-    def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves whose parts the node's devices hold."""
-        rows = self._gathered(pieces[0])
+    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """The leaves whose totals' parts the node's devices hold."""
+        packed, rows = exchanged.packed, self._gathered(handed_on(exchanged))
+        if packed is not None:
+            rows = jnp.stack([packed.unpack(words)[0] for words in rows])
         return [shards.from_rows(part, shape) for part, shape in zip(self._split(rows, shapes), shapes, strict=True)]
 
     def read(self, blocks: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
@@ -151,17 +154,17 @@ class PartLane(FlatLane):
         """By the codec; exactly, it is an exchange of vectors."""
         if codec.unit == "element":
             done = codec.exchange(values, states, key, self.wire)
-            return done._replace(totals=super().spread(done.totals, shapes))
+            return done._replace(totals=super().spread(done, shapes), packed=None)
         index = self.within.index()
         rows = zip(self._split(values[0][None], shapes), shapes, strict=True)
         parts = [Part(row[0], index, shape, self.num_parts) for row, shape in rows]
         done = codec.exchange(parts, states, key, Shared(self.wire, self.within))
         return done._replace(sent=[jnp.concatenate(done.sent)])
 
-    def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves, which every device has already."""
+    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """The leaves' totals, which every device has already."""
         del shapes
-        return list(pieces)
+        return list(exchanged.totals)
 
 
 @dataclass(frozen=True)
@@ -184,10 +187,10 @@ class LeafLane:
         del shapes
         return codec.exchange(values, states, key, self.wire)
 
-    def spread(self, pieces: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves, which every device has already."""
+    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """The leaves' totals, which every device has already."""
         del shapes
-        return list(pieces)
+        return list(exchanged.totals)
 
     def read(self, blocks: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """What is kept of a bucket, in the form of ``collect``."""
@@ -214,6 +217,11 @@ def lane_of(codec: Codec, compress: CompressName, levels: Topology, algorithm: s
     if codec.unit == "part" and levels.fast.size > 1:
         return PartLane(wire, levels.fast)
     return LeafLane(Shared(wire, levels.fast) if levels.fast.size > 1 else wire, levels.fast)
+
+
+def handed_on(exchanged: Exchanged) -> jax.Array:
+    """What a device of a ``FlatLane`` gives the others of its node of the totals: words, if there are any."""
+    return exchanged.totals[0] if exchanged.packed is None else exchanged.packed.words
 
 
 def pieces(codec: Codec, shapes: Sequence[Shape], num_parts: int) -> list[Shape]:

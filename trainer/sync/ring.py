@@ -62,6 +62,17 @@ def summed(size: int, of: Callable[[jax.Array | int], jax.Array]) -> jax.Array:
     return _repeat(size - 1, lambda index, total: total + of(index + 1), of(0))
 
 
+def joined(size: int, of: Callable[[jax.Array | int], jax.Array]) -> jax.Array:
+    """of(0), of(1), … one after another; vectors of one length.
+
+    Written out they become one vector that is computed once. What computes rows of a matrix XLA's CPU compiler repeats
+    wherever the flattened matrix is used, in loops that its index arithmetic keeps from having vectors.
+    """
+    if size >= UNROLL_LIMIT:
+        return jax.lax.map(of, jnp.arange(size)).reshape(-1)
+    return jnp.stack([of(index) for index in range(size)]).reshape(-1)
+
+
 def _row(chunks: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(chunks, index, 0, keepdims=False)
 

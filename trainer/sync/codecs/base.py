@@ -9,13 +9,14 @@ what a member still owes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from trainer.sync.ring import summed
+from trainer.sync.ring import joined, summed
 
 Shape = tuple[int, ...]
 
@@ -55,17 +56,34 @@ class Wire(Protocol):
         ...
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Totals as they came over the wire: what is to be handed on may travel in fewer bytes, and be decoded there.
+
+    words:  uint8 of shape (n,), the same bits on each member.
+    unpack: such words, of these members or of others -> their totals.
+    own:    of the totals, what this member encoded: if that is finite on each member, so are the totals.
+    """
+
+    words: jax.Array
+    unpack: Callable[[jax.Array], list[jax.Array]] = field(metadata={"static": True})
+    own: list[jax.Array]
+
+
 class Exchanged(NamedTuple):
     """What an exchange leaves on a member, each as long as the values.
 
     totals: the sums over all members as they could be decoded; the same bits on each member.
     sent:   this member's shares of the totals: all members' shares add up to them.
     states: the codec's next states; the same bits on each member.
+    packed: the totals as words, where they have such a form.
     """
 
     totals: list[jax.Array]
     sent: list[jax.Array]
     states: list[Any]
+    packed: Packed | None = None
 
 
 Exchange = Callable[[Sequence[Any], Sequence[Any], jax.Array, Wire], Exchanged]
@@ -137,32 +155,64 @@ def reencoded(name: str, encode: Encode, decode: Decode, *, linear: bool = False
     What that drops counts as not sent by the member that did it.
     """
 
-    def one(value: jax.Array, key: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
+    def one(value: jax.Array, key: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(the totals' words, of shape (size, n), what was sent, what this member encoded of the totals)."""
         size, me = wire.size, wire.index()
         parts = _parts(value, size)
         shape = parts.shape[1:]
         mine = jax.random.fold_in(key, me)  # what members round off must not be the same everywhere
         first, second = jax.random.split(mine)
-        codes = jax.vmap(encode)(parts, jax.random.split(first, size))
-        like = jax.eval_shape(encode, parts[0], key)
+        like = _code(encode, shape)
+        codes = _computed_once(jax.vmap(encode)(parts, jax.random.split(first, size)))
         received = wire.swap(jax.vmap(to_words)(codes))
+        total = summed(size, lambda member: decode(from_words(received[member], like), shape))
+        code = _computed_once(encode(total, second))
+        own = decode(code, shape)  # as everybody decodes it
 
-        def decoded(words: jax.Array) -> jax.Array:
-            return decode(from_words(words, like), shape)
+        def sent(member: jax.Array | int) -> jax.Array:
+            code = jax.tree.map(lambda rows: rows[member], codes)
+            return decode(code, shape) + jnp.where(me == member, own - total, 0.0)
 
-        total = summed(size, lambda member: decoded(received[member]))
-        totals = jax.vmap(decoded)(wire.gather(to_words(encode(total, second))))
-        sent = jax.vmap(lambda code: decode(code, shape))(codes)
-        is_mine = jnp.arange(size)[:, None] == me  # picking rows by index would cost XLA's CPU loops their vectors
-        sent = sent + jnp.where(is_mine, totals - total, 0.0)
-        return totals.reshape(-1)[: value.shape[0]], sent.reshape(-1)[: value.shape[0]]
+        return wire.gather(to_words(code)), joined(size, sent)[: value.shape[0]], own
+
+    def total(words: jax.Array, length: int) -> jax.Array:
+        shape = (-(-length // words.shape[0]),)
+        like = _code(encode, shape)
+        return joined(len(words), lambda member: decode(from_words(words[member], like), shape))[:length]
 
     def exchange(values: Sequence[jax.Array], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
         keys = [jax.random.fold_in(key, index) for index in range(len(values))]
         done = [one(value, key, wire) for value, key in zip(values, keys, strict=True)]
-        return Exchanged([total for total, _ in done], [sent for _, sent in done], list(states))
+        lengths, sizes = [value.shape[0] for value in values], [words.size for words, _, _ in done]
+
+        def unpack(words: jax.Array) -> list[jax.Array]:
+            parts = jnp.split(words, np.cumsum(sizes)[:-1])
+            return [total(part.reshape(wire.size, -1), length) for part, length in zip(parts, lengths, strict=True)]
+
+        words = jnp.concatenate([words.reshape(-1) for words, _, _ in done])
+        packed = Packed(words, unpack, [own for _, _, own in done])
+        return Exchanged(unpack(words), [sent for _, sent, _ in done], list(states), packed)
 
     return Codec(name, "element", linear, exchange)
+
+
+def _computed_once(code: Any) -> Any:
+    """``code``, which XLA's CPU compiler would else compute anew, element by element, in every loop that it is used in.
+
+    It is a branch that is never taken, though only who knows what one bit can be sees it.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(code) if leaf.size]
+
+    def held(code: Any) -> Any:
+        never = (_bytes_of(leaves[0].reshape(-1)[:1])[0] & 1) > 1
+        return jax.lax.cond(never, lambda code: jax.tree.map(jnp.zeros_like, code), lambda code: code, code)
+
+    return jax.lax.platform_dependent(code, cpu=held, default=lambda code: code) if leaves else code
+
+
+def _code(encode: Encode, shape: Shape) -> Any:
+    """The shapes and dtypes of a value's code."""
+    return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), jax.random.key(0))
 
 
 def _parts(value: jax.Array, size: int) -> jax.Array:
