@@ -114,10 +114,13 @@ def _turn(how: Compression, levels: Topology, state: SyncState) -> _Turn:
 
 
 def _key(turn: _Turn, bucket: int, lane: Lane) -> jax.Array:
-    """One key for each bucket, the same on all members of its wire; each of a node's parts draws by itself."""
+    """One key for each bucket, the same on all members of its wire; each of a node's flat parts draws by itself.
+
+    What its devices encode together, as a ``PartLane`` does, they have to draw alike.
+    """
     key = jax.random.fold_in(turn.key, bucket)
-    is_part = isinstance(lane, lanes.FlatLane) and lane.num_parts > 1
-    return jax.random.fold_in(key, turn.levels.fast.index()) if is_part else key
+    draws_apart = type(lane) is lanes.FlatLane and lane.num_parts > 1
+    return jax.random.fold_in(key, turn.levels.fast.index()) if draws_apart else key
 
 
 def _exchange_bucket(
