@@ -61,6 +61,7 @@ def exchange(
     updates: Any,
     state: SyncState,
     mask: Any = None,
+    divisor: int = 1,
 ) -> tuple[list[jax.Array], SyncState]:
     """The sums of all replicas' contributions, as the codec left them, and the next state.
 
@@ -71,6 +72,7 @@ def exchange(
         updates: a pytree of float32 contributions; the sums come as the list of its leaves.
         state: one owner's.
         mask: where it is False, sums are zero and nothing is kept; a tree of bools like ``updates``, or None for all.
+        divisor: what the contributions are to be divided by; it is done once they are summed within the node.
     """
     check_state(how, updates, state, levels)
     values, structure = jax.tree.flatten(updates)
@@ -89,7 +91,7 @@ def exchange(
             codec,
             lane,
             chosen,
-            lane.collect([values[index] for index in bucket]),
+            [piece / divisor for piece in lane.collect([values[index] for index in bucket])],
             {name: lane.read(found, chosen) for name, found in blocks.items()},
             [states[index] for index in bucket],
             None if masks is None else lane.read([masks[index][None] for index in bucket], chosen),
@@ -164,9 +166,8 @@ def _coded(
     def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], _Spread]:
         def exchange(values: list[jax.Array], states: list[Any]) -> _Spread:
             done = lane.exchange(by, values, states, turn.key, shapes)
-            # What others encoded they check themselves, and all replicas agree on the flags in the end.
-            own = done.totals if done.packed is None else done.packed.own
-            return _Spread(lane.spread(done, shapes), done.sent, done.states, _all_finite(own))
+            is_finite = _all_finite(lane.own(done, shapes))  # the rest the others check; all agree on it in the end
+            return _Spread(lane.spread(done, shapes), done.sent, done.states, is_finite)
 
         return exchange
 

@@ -81,6 +81,11 @@ class FlatLane:
         del shapes
         return codec.exchange(values, states, key, self.wire)
 
+    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """Of the totals, what no other replica need check."""
+        del shapes
+        return exchanged.totals if exchanged.packed is None else exchanged.packed.own
+
     def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
         """The leaves whose totals' parts the node's devices hold."""
         packed, rows = exchanged.packed, self._gathered(handed_on(exchanged))
@@ -161,6 +166,10 @@ class PartLane(FlatLane):
         done = codec.exchange(parts, states, key, Shared(self.wire, self.within))
         return done._replace(sent=[jnp.concatenate(done.sent)])
 
+    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """Of the totals, what no other device of the node need check."""
+        return [self._row(total, shape) for total, shape in zip(exchanged.totals, shapes, strict=True)]
+
     def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
         """The leaves' totals, which every device has already."""
         del shapes
@@ -186,6 +195,11 @@ class LeafLane:
         """By the codec, of the leaves of these shapes."""
         del shapes
         return codec.exchange(values, states, key, self.wire)
+
+    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
+        """All totals."""
+        del shapes
+        return exchanged.totals
 
     def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
         """The leaves' totals, which every device has already."""

@@ -168,9 +168,9 @@ def _exchange_coded(
     _check_leaves(updates)
     levels = topology(settings.axes, sizes, settings.devices_per_node, _links(settings, mesh, sizes).platform)
     divisor = math.prod(sizes) if settings.reduce == "mean" else 1
-    contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / divisor, updates)
+    contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
     algorithm, bucket_bytes = how.summing(settings.algorithm, settings.across), how.bucket_bytes(settings.bucket_mib)
-    totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state, mask)
+    totals, state = coded.exchange(how, levels, algorithm, bucket_bytes, contributions, state, mask, divisor)
     leaves, structure = jax.tree.flatten(updates)
     dtype = settings.output_dtype
     done = [total.astype(given.dtype if dtype is None else dtype) for total, given in zip(totals, leaves, strict=True)]
