@@ -135,7 +135,7 @@ def test_shares_add_up_between_devices_too(variant):
 
     def body(values):
         done = codec.exchange([value[0] for value in values], states, key, Members(size))
-        return jax.tree.map(lambda leaf: leaf[None], tuple(done))
+        return jax.tree.map(lambda leaf: leaf[None], (done.totals, done.sent, done.states))
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
     totals, sent, after = jax.device_get(run(values))
