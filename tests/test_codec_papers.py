@@ -147,7 +147,7 @@ def steps_with_error_feedback(codec, size):
         residuals, states = carry
         number, values = inputs
         key, to_send = jax.random.fold_in(jax.random.key(0), number), values + residuals
-        member = jax.vmap(lambda value: tuple(codec.exchange([value], states, key, Members(size))), axis_name=AXIS)
+        member = jax.vmap(lambda value: codec.exchange([value], states, key, Members(size))[:3], axis_name=AXIS)
         totals, sent, after = member(to_send)
         residuals = to_send - sent[0]
         return (residuals, jax.tree.map(lambda leaf: leaf[0], after)), (totals[0][0], jnp.linalg.norm(residuals))
