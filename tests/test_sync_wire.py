@@ -26,14 +26,16 @@ def test_every_message_arrives(kind, algorithm):
 
     def body(vectors, words):
         me = wire.index()
-        mine = wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
+        mine = wire.merge(vectors[me]), wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
         return jax.tree.map(lambda leaf: leaf[None], mine)
 
     spec = PartitionSpec(AXES)
     program = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
-    sums, gathered, swapped, members = jax.device_get(jax.jit(program)(vectors, words))
+    merged, sums, gathered, swapped, members = jax.device_get(jax.jit(program)(vectors, words))
     assert members.tolist() == ([0, 1, 2, 3, 4, 5] if kind == "direct" else [0, 0, 1, 1, 2, 2])
+    devices = 1 if kind == "direct" else 2
     for replica, member in enumerate(members):
+        np.testing.assert_array_equal(merged[replica], devices * vectors[member])
         np.testing.assert_allclose(sums[replica], vectors.sum(axis=0), rtol=0, atol=1e-6)
         assert sums[replica].tobytes() == sums[0].tobytes()
         np.testing.assert_array_equal(gathered[replica], words[:, 0])
@@ -42,6 +44,7 @@ def test_every_message_arrives(kind, algorithm):
 
 def test_a_recorder_writes_down_what_it_is_given():
     wire = Recorder(4)
+    assert wire.merge(jnp.zeros(3)).shape == (3,)  # of members of one device: nothing is sent
     assert wire.sum(jnp.zeros(3)).shape == (3,)
     assert wire.gather(jnp.zeros(5, jnp.uint8)).shape == (4, 5)
     assert wire.swap(jnp.zeros((4, 6), jnp.uint8)).shape == (4, 6)

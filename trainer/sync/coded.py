@@ -11,7 +11,7 @@ from trainer.sync.buckets import Shape
 from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression, check_state, closed, opened
 from trainer.sync.error_feedback import Memory, zero_unless
-from trainer.sync.lanes import Lane
+from trainer.sync.lanes import Lane, Spread, all_finite
 from trainer.sync.levels import Topology
 from trainer.sync.state import SyncState
 from trainer.sync.wire import EXACT
@@ -25,7 +25,7 @@ class _Turn(NamedTuple):
 
     owners:  how many there are.
     is_warm: whether the warm-up is over, a bool scalar that is the same everywhere.
-    key:     of this exchange's random numbers.
+    key:     of this exchange's random numbers, and then of a bucket's: the same everywhere.
     """
 
     how: Compression
@@ -33,15 +33,6 @@ class _Turn(NamedTuple):
     owners: int
     is_warm: jax.Array
     key: jax.Array
-
-
-class _Spread(NamedTuple):
-    """What an exchange left on a replica. totals: whole leaves; is_finite: whether they are, once all agree on it."""
-
-    totals: list[jax.Array]
-    sent: list[jax.Array]
-    states: list[Any]
-    is_finite: jax.Array
 
 
 class _Done(NamedTuple):
@@ -87,7 +78,7 @@ def exchange(
         lane, chosen = lanes.lane_of(codec, how.compress, levels, algorithm), [shapes[index] for index in bucket]
         blocks = {name: [kept[name][index] for index in bucket] for name in how.kept(owned)}
         done = _exchange_bucket(
-            turn._replace(key=_key(turn, number, lane)),
+            turn._replace(key=jax.random.fold_in(turn.key, number)),
             codec,
             lane,
             chosen,
@@ -113,16 +104,6 @@ def _turn(how: Compression, levels: Topology, state: SyncState) -> _Turn:
     count, level = state.shared["count"], levels.slow if how.compress == "slow" else levels.flat
     key = jax.random.fold_in(jax.random.key(how.seed), count)
     return _Turn(how, levels, level.size, count >= how.warmup_steps, key)
-
-
-def _key(turn: _Turn, bucket: int, lane: Lane) -> jax.Array:
-    """One key for each bucket, the same on all members of its wire; each of a node's flat parts draws by itself.
-
-    What its devices encode together, as a ``PartLane`` does, they have to draw alike.
-    """
-    key = jax.random.fold_in(turn.key, bucket)
-    draws_apart = type(lane) is lanes.FlatLane and lane.num_parts > 1
-    return jax.random.fold_in(key, turn.levels.fast.index()) if draws_apart else key
 
 
 def _exchange_bucket(
@@ -154,33 +135,23 @@ def _exchange_bucket(
         for value, (_, velocity), sent, owned in zip(values, begun, sent, before, strict=True)
     ]
     kept = {name: masked([getattr(owned, name) for owned in after]) for name in memory}
-    is_finite = spread.is_finite & _all_finite([*whole, *jax.tree.leaves(kept)])
+    is_finite = spread.is_finite & all_finite([*whole, *jax.tree.leaves(kept)])
     return _Done(spread.totals, spread.states, kept, is_finite)
 
 
 def _coded(
     turn: _Turn, codec: Codec, lane: Lane, shapes: Sequence[Shape], values: list[jax.Array], states: list[Any]
-) -> _Spread:
+) -> Spread:
     """By the codec, once warm and where there is anybody to send to; otherwise exactly."""
 
-    def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], _Spread]:
-        def exchange(values: list[jax.Array], states: list[Any]) -> _Spread:
-            done = lane.exchange(by, values, states, turn.key, shapes)
-            is_finite = _all_finite(lane.own(done, shapes))  # the rest the others check; all agree on it in the end
-            return _Spread(lane.spread(done, shapes), done.sent, done.states, is_finite)
-
-        return exchange
+    def run(by: Codec) -> Callable[[list[jax.Array], list[Any]], Spread]:
+        return lambda values, states: lane.exchange(by, values, states, turn.key, shapes)
 
     if lane.wire.size == 1 or codec is EXACT:
         return run(EXACT)(values, states)
     if turn.how.warmup_steps == 0:
         return run(codec)(values, states)
     return jax.lax.cond(turn.is_warm, run(codec), run(EXACT), values, states)
-
-
-def _all_finite(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Whether everything is, a bool scalar."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(piece)) for piece in pieces]))
 
 
 def _everywhere(flags: Sequence[jax.Array], levels: Topology) -> jax.Array:

@@ -15,7 +15,7 @@ Both also read and write what is kept for each owner, as it lies on one device: 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,26 @@ def plan(shapes: Sequence[Shape], codec: Codec, compress: CompressName, bucket_b
     return [found for found in (group(codec, True), group(EXACT, False)) if found.buckets]
 
 
+class Spread(NamedTuple):
+    """What an exchange leaves on a replica.
+
+    totals:    whole leaves.
+    sent:      as a lane collects values.
+    states:    the codec's next ones.
+    is_finite: whether those of the totals are that no other replica need check, a bool scalar.
+    """
+
+    totals: list[jax.Array]
+    sent: list[jax.Array]
+    states: list[Any]
+    is_finite: jax.Array
+
+
+def all_finite(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Whether everything is, a bool scalar."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(piece)) for piece in pieces]))
+
+
 @dataclass(frozen=True)
 class FlatLane:
     """Flat vectors among the members of ``wire``; ``within``: the level that is summed over first, if any."""
@@ -76,22 +96,16 @@ class FlatLane:
 
     def exchange(
         self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
-    ) -> Exchanged:
-        """By the codec, of the leaves of these shapes."""
-        del shapes
-        return codec.exchange(values, states, key, self.wire)
-
-    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """Of the totals, what no other replica need check."""
-        del shapes
-        return exchanged.totals if exchanged.packed is None else exchanged.packed.own
-
-    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves whose totals' parts the node's devices hold."""
-        packed, rows = exchanged.packed, self._gathered(handed_on(exchanged))
+    ) -> Spread:
+        """By the codec, of the leaves of these shapes; each of a node's parts draws by itself."""
+        if self.num_parts > 1 and self.within is not None:
+            key = jax.random.fold_in(key, self.within.index())
+        done = codec.exchange(values, states, key, self.wire)
+        packed, rows = done.packed, self._gathered(handed_on(done))
         if packed is not None:
             rows = jnp.stack([packed.unpack(words)[0] for words in rows])
-        return [shards.from_rows(part, shape) for part, shape in zip(self._split(rows, shapes), shapes, strict=True)]
+        totals = [shards.from_rows(part, shape) for part, shape in zip(self._split(rows, shapes), shapes, strict=True)]
+        return Spread(totals, done.sent, done.states, all_finite(done.totals if packed is None else packed.own))
 
     def read(self, blocks: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """What is kept of a bucket, in the form of ``collect``."""
@@ -155,25 +169,16 @@ class PartLane(FlatLane):
 
     def exchange(
         self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
-    ) -> Exchanged:
-        """By the codec; exactly, it is an exchange of vectors."""
+    ) -> Spread:
+        """By the codec, for which a node's devices draw alike; exactly, it is an exchange of vectors."""
         if codec.unit == "element":
-            done = codec.exchange(values, states, key, self.wire)
-            return done._replace(totals=super().spread(done, shapes), packed=None)
+            return super().exchange(codec, values, states, key, shapes)
         index = self.within.index()
         rows = zip(self._split(values[0][None], shapes), shapes, strict=True)
         parts = [Part(row[0], index, shape, self.num_parts) for row, shape in rows]
         done = codec.exchange(parts, states, key, Shared(self.wire, self.within))
-        return done._replace(sent=[jnp.concatenate(done.sent)])
-
-    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """Of the totals, what no other device of the node need check."""
-        return [self._row(total, shape) for total, shape in zip(exchanged.totals, shapes, strict=True)]
-
-    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves' totals, which every device has already."""
-        del shapes
-        return list(exchanged.totals)
+        own = [self._row(total, shape) for total, shape in zip(done.totals, shapes, strict=True)]
+        return Spread(done.totals, [jnp.concatenate(done.sent)], done.states, all_finite(own))
 
 
 @dataclass(frozen=True)
@@ -191,20 +196,11 @@ class LeafLane:
 
     def exchange(
         self, codec: Codec, values: list[jax.Array], states: list[Any], key: jax.Array, shapes: Sequence[Shape]
-    ) -> Exchanged:
+    ) -> Spread:
         """By the codec, of the leaves of these shapes."""
         del shapes
-        return codec.exchange(values, states, key, self.wire)
-
-    def own(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """All totals."""
-        del shapes
-        return exchanged.totals
-
-    def spread(self, exchanged: Exchanged, shapes: Sequence[Shape]) -> list[jax.Array]:
-        """The leaves' totals, which every device has already."""
-        del shapes
-        return list(exchanged.totals)
+        done = codec.exchange(values, states, key, self.wire)
+        return Spread(done.totals, done.sent, done.states, all_finite(done.totals))
 
     def read(self, blocks: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """What is kept of a bucket, in the form of ``collect``."""

@@ -21,7 +21,7 @@ def behind_products(vector: jax.Array) -> jax.Array:
     >>> print(behind_products(jnp.arange(3.0)))
     [0. 1. 2.]
     """
-    return _unless(_never(vector), vector)
+    return _unless(never(vector), vector)
 
 
 def all_at_once(sums: Sequence[jax.Array], last: jax.Array) -> list[jax.Array]:
@@ -30,14 +30,15 @@ def all_at_once(sums: Sequence[jax.Array], last: jax.Array) -> list[jax.Array]:
     last: the exchange that ends last. If results were used one by one, their memory would go to later products of the
         backward pass, which would then wait for the exchange.
     """
-    never = _never(last)
-    return [_unless(never, total) for total in sums]
+    unset = never(last)
+    return [_unless(unset, total) for total in sums]
 
 
-def _never(vector: jax.Array) -> jax.Array:
-    """False, though only who knows what one bit can be sees it."""
-    return (jax.lax.bitcast_convert_type(vector[0], jnp.uint32) & 1) > 1
+def never(values: jax.Array) -> jax.Array:
+    """False, though only who knows what one bit can be sees it; of any values of 1 to 4 bytes, at least one."""
+    word = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
+    return (jax.lax.bitcast_convert_type(values.reshape(-1)[0], word) & 1) > 1
 
 
-def _unless(never: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.where(never, jnp.zeros((), values.dtype), values)
+def _unless(unset: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.where(unset, jnp.zeros((), values.dtype), values)

@@ -16,8 +16,8 @@ class SyncState(NamedTuple):
 
     by_node:    dicts ``{"residual": tree, "velocity": tree}`` of what is kept; each tree is like the updates, with
                 float32 leaves of shape (nodes, *leaf.shape), one row for each node, and () for leaves without any.
-    by_shard:   likewise, of codecs for flat vectors: a node's devices exchange a part of each leaf, so each of them
-                need hold no more than that (see ``state_specs``).
+    by_shard:   likewise, of codecs for flat vectors and for parts: a node's devices exchange a part of each leaf, so
+                each of them need hold no more than that (see ``state_specs``).
     by_replica: likewise, (replicas, *leaf.shape): one row for each replica.
     shared:     ``{"count": updates exchanged, an int32 scalar, "codec": the codec's states}``, the same everywhere.
 

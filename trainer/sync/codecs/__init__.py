@@ -1,7 +1,7 @@
 """Codecs: how contributions are written on the wire, by the name that the settings give them.
 
-Read base.py first: what a codec is. Then one file a family: cast.py, quantize.py, sign.py, sparsify.py, powersgd.py.
-A new codec is a function in such a file, and a row in ``CODECS``.
+Read base.py first: what a codec is. Then one file a family: cast.py, quantize.py, sign.py, sparsify.py, powersgd.py
+(with matrices.py). A new codec is a function in such a file, and a row in ``CODECS``.
 """
 
 from collections.abc import Callable, Mapping
