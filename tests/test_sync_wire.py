@@ -26,18 +26,22 @@ def test_every_message_arrives(kind, algorithm):
 
     def body(vectors, words):
         me = wire.index()
+        device = levels.fast.index().astype(np.uint8)
         mine = wire.merge(vectors[me]), wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
+        mine = (*mine, wire.share(words[me, 0] // 2 + device))
         return jax.tree.map(lambda leaf: leaf[None], mine)
 
     spec = PartitionSpec(AXES)
     program = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
-    merged, sums, gathered, swapped, members = jax.device_get(jax.jit(program)(vectors, words))
+    merged, sums, gathered, swapped, members, shared = jax.device_get(jax.jit(program)(vectors, words))
     assert members.tolist() == ([0, 1, 2, 3, 4, 5] if kind == "direct" else [0, 0, 1, 1, 2, 2])
     devices = 1 if kind == "direct" else 2
     for replica, member in enumerate(members):
         np.testing.assert_array_equal(merged[replica], devices * vectors[member])
         np.testing.assert_allclose(sums[replica], vectors.sum(axis=0), rtol=0, atol=1e-6)
         assert sums[replica].tobytes() == sums[0].tobytes()
+        own = [replica % 2] if kind == "direct" else [0, 1]
+        np.testing.assert_array_equal(shared[replica], [words[member, 0] // 2 + device for device in own])
         np.testing.assert_array_equal(gathered[replica], words[:, 0])
         np.testing.assert_array_equal(swapped[replica], words[:, member])
 
@@ -45,7 +49,15 @@ def test_every_message_arrives(kind, algorithm):
 def test_a_recorder_writes_down_what_it_is_given():
     wire = Recorder(4)
     assert wire.merge(jnp.zeros(3)).shape == (3,)  # of members of one device: nothing is sent
+    assert wire.share(jnp.zeros(5, jnp.uint8)).shape == (1, 5)
     assert wire.sum(jnp.zeros(3)).shape == (3,)
     assert wire.gather(jnp.zeros(5, jnp.uint8)).shape == (4, 5)
     assert wire.swap(jnp.zeros((4, 6), jnp.uint8)).shape == (4, 6)
     assert wire.messages == [Message("sum", 12), Message("gather", 5), Message("swap", 6)]
+
+
+def test_a_recorder_of_nodes_writes_down_what_their_devices_exchange():
+    wire = Recorder(4, num_parts=2)
+    assert wire.merge(jnp.zeros(3)).shape == (3,)
+    assert wire.share(jnp.zeros(5, jnp.uint8)).shape == (2, 5)
+    assert wire.messages == [Message("merge", 12), Message("share", 5)]

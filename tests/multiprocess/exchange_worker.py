@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from exchanges import AXES, DTYPES, assert_equals_numpy, mesh_of, program, random_tree
 
 from trainer import sync
+from trainer.sync import levels
 
 WAYS = ["central", "ring", "tree", "xla", "hierarchical-ring", "hierarchical-tree", "hierarchical-xla", "auto"]
 SHAPES = [(), (13,), (0,), (129, 33)]
@@ -55,6 +56,7 @@ def results(num_processes, reduce="sum"):
 
 if __name__ == "__main__":
     rank, num_processes, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    levels.TURNS_BYTES = 4096  # the largest leaf's messages are large then
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
     jax.distributed.initialize(coordinator, num_processes=num_processes, process_id=rank)

@@ -47,6 +47,10 @@ class Echo:
         """The vector, for a member is one device."""
         return vector
 
+    def share(self, words: jax.Array) -> jax.Array:
+        """The vector, likewise: (1, n)."""
+        return words[None]
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of as many times the same vector."""
         self.messages.append(vector)

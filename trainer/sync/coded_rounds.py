@@ -69,6 +69,9 @@ def _message_rounds(
     if message.kind == "merge":
         yield Round(in_groups(ring.neighbours(shared_by), nodes), message.num_bytes / shared_by, 2 * (shared_by - 1))
         return
+    if message.kind == "share":
+        yield Round(in_groups(ring.neighbours(shared_by), nodes), message.num_bytes, shared_by - 1)
+        return
     words = 4 if message.kind == "sum" else 1
     part = math.ceil(message.num_bytes / words / shared_by)
     if message.kind == "sum":

@@ -6,6 +6,7 @@ within one flat axis (``pmap``) is settled here, and so is what a platform does 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,19 @@ from trainer.errors import SettingsRefused
 
 Pairs = Sequence[tuple[int, int]]
 """Who sends to whom: (sender, receiver), as member indices within a group. Nobody receives twice."""
+
+PAIR: Pairs = [(0, 1), (1, 0)]
+"""Two members that send to each other."""
+
+TURNS_BYTES = 64 * 2**10
+"""Messages of this size and more are worth a second collective for the way back."""
+
+
+class Turns(NamedTuple):
+    """A level's groups as indices along ``axes``, all axes together, of pairs that send to each other in turns."""
+
+    axes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -24,12 +38,15 @@ class Level:
     size:   members of a group.
     groups: the groups, as indices along ``axes``; None: all of ``axes`` is one group.
     has_psum_scatter: whether a reduce-scatter may rest on ``lax.psum_scatter``.
+    turns:  where two processes that send to each other do so one way after the other, and not both ways at once. In
+            every other group the pairs then begin the other way round: together they fill the link in both directions.
     """
 
     axes: tuple[str, ...]
     size: int
     groups: tuple[tuple[int, ...], ...] | None = None
     has_psum_scatter: bool = False
+    turns: Turns | None = None
 
     def index(self) -> jax.Array:
         """This replica's member index within its group, an int32 scalar."""
@@ -41,6 +58,8 @@ class Level:
 
     def permute(self, x: jax.Array, pairs: Pairs) -> jax.Array:
         """One message along each of ``pairs``; whoever receives nothing gets zeros."""
+        if self.turns and x.nbytes >= TURNS_BYTES and {(receiver, sender) for sender, receiver in pairs} == set(pairs):
+            return _in_turns(x, pairs, self.turns)
         if self.groups is not None:
             pairs = [(group[sender], group[receiver]) for group in self.groups for sender, receiver in pairs]
         return jax.lax.ppermute(x, self.axes, list(pairs))
@@ -51,10 +70,15 @@ class Level:
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """The members' vectors, each of shape (n,), one after another: (size * n,)."""
+        if self.turns and self.size == 2:
+            return self._in_order(x, self.permute(x, PAIR)).reshape(-1)
         return jax.lax.all_gather(x, self.axes, axis_index_groups=self._lists(), tiled=True)
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         """Row j goes to member j, and row i of the result came from member i: (size, n) both."""
+        if self.turns and self.size == 2:
+            me = self.index()
+            return self._in_order(rows[me], self.permute(rows[1 - me], PAIR))
         return jax.lax.all_to_all(rows, self.axes, 0, 0, axis_index_groups=self._lists())
 
     def reduce_scatter(self, chunks: jax.Array) -> jax.Array:
@@ -67,8 +91,27 @@ class Level:
             return jax.lax.psum_scatter(chunks, self.axes, scatter_dimension=0, axis_index_groups=self._lists())
         return jnp.sum(self.all_to_all(chunks), axis=0)
 
+    def _in_order(self, mine: jax.Array, others: jax.Array) -> jax.Array:
+        """What the two members of a group have, the first one's first."""
+        return jnp.where(self.index() == 0, jnp.stack([mine, others]), jnp.stack([others, mine]))
+
     def _lists(self) -> list[list[int]] | None:
         return None if self.groups is None else [list(group) for group in self.groups]
+
+
+def _in_turns(x: jax.Array, pairs: Pairs, turns: Turns) -> jax.Array:
+    """Messages along ``pairs``, all of which send both ways: one way, and then the other."""
+    upward = [(lower, upper) for lower, upper in pairs if lower < upper]
+    first = [
+        (group[lower], group[upper]) if number % 2 == 0 else (group[upper], group[lower])
+        for number, group in enumerate(turns.groups)
+        for lower, upper in upward
+    ]
+    back = [(receiver, sender) for sender, receiver in first]
+    receivers, num_replicas = {receiver for _, receiver in first}, sum(map(len, turns.groups))
+    receives_first = jnp.asarray([replica in receivers for replica in range(num_replicas)])
+    early, late = jax.lax.ppermute(x, turns.axes, first), jax.lax.ppermute(x, turns.axes, back)
+    return jnp.where(receives_first[jax.lax.axis_index(turns.axes)], early, late)
 
 
 @dataclass(frozen=True)
@@ -111,14 +154,25 @@ def divide(sizes: Sequence[int], devices_per_node: int | None) -> tuple[int, int
 
 
 def topology(
-    axes: tuple[str, ...], sizes: Sequence[int], devices_per_node: int | None = None, platform: str = "cpu"
+    axes: tuple[str, ...],
+    sizes: Sequence[int],
+    devices_per_node: int | None = None,
+    platform: str = "cpu",
+    *,
+    takes_turns: bool = False,
 ) -> Topology:
-    """The levels of mapped axes of these sizes (see ``divide``); ``platform`` as JAX names it."""
+    """The levels of mapped axes of these sizes (see ``divide``).
+
+    platform:    as JAX names it.
+    takes_turns: whether two processes that send to each other do so one way after the other: as with Gloo, where who
+                 comes later sends first, and asks for what it is to receive behind that, over the same connection.
+    """
     nodes, local = divide(sizes, devices_per_node)
     scatters = platform != "cpu"
-    flat = Level(axes, nodes * local, None, scatters)
-    if len(axes) > 1:
-        return Topology(flat, Level(axes[-1:], local, None, scatters), Level(axes[:-1], nodes, None, scatters))
     within = tuple(tuple(range(node * local, (node + 1) * local)) for node in range(nodes))
     across = tuple(zip(*within, strict=True))
-    return Topology(flat, Level(axes, local, within, scatters), Level(axes, nodes, across, scatters))
+    turns = Turns(axes, across) if takes_turns and local > 1 else None
+    flat = Level(axes, nodes * local, None, scatters)
+    if len(axes) > 1:
+        return Topology(flat, Level(axes[-1:], local, None, scatters), Level(axes[:-1], nodes, None, scatters, turns))
+    return Topology(flat, Level(axes, local, within, scatters), Level(axes, nodes, across, scatters, turns))

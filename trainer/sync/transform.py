@@ -18,7 +18,7 @@ from trainer.sync.codecs.base import Codec
 from trainer.sync.compression import Compression
 from trainer.sync.cost import Profile
 from trainer.sync.error_feedback import zero_unless
-from trainer.sync.levels import divide, topology
+from trainer.sync.levels import Topology, divide, topology
 from trainer.sync.state import SyncState
 
 
@@ -166,7 +166,7 @@ def _exchange_coded(
     sizes = _sizes_here(settings, mesh)
     _check_sizes(settings, sizes)
     _check_leaves(updates)
-    levels = topology(settings.axes, sizes, settings.devices_per_node, _links(settings, mesh, sizes).platform)
+    levels = _levels(settings, sizes, _links(settings, mesh, sizes))
     divisor = math.prod(sizes) if settings.reduce == "mean" else 1
     contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
     algorithm, bucket_bytes = how.summing(settings.algorithm, settings.across), how.bucket_bytes(settings.bucket_mib)
@@ -190,7 +190,7 @@ def _sum(
         bucket_mib=settings.bucket_mib,
         profile=settings.profile,
     )
-    levels = topology(settings.axes, sizes, settings.devices_per_node, links.platform)
+    levels = _levels(settings, sizes, links)
     sums = [leaf.astype(jnp.float32) for leaf in leaves]
     plan, total = buckets.plan([leaf.shape for leaf in leaves], choice.bucket_mib * 2**20), None
     for bucket in plan:
@@ -227,6 +227,11 @@ def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Link
     else:
         num_processes, platform = jax.process_count(), jax.default_backend()
     return Links(nodes, local, num_processes, platform, settings.num_hosts)
+
+
+def _levels(settings: _Settings, sizes: Sequence[int], links: Links) -> Topology:
+    axes, local = settings.axes, settings.devices_per_node
+    return topology(axes, sizes, local, links.platform, takes_turns=links.blocks_threads)
 
 
 def _check(settings: _Settings) -> None:

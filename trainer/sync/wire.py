@@ -38,6 +38,10 @@ class Direct:
         """The vector, for a member is one device."""
         return vector
 
+    def share(self, words: jax.Array) -> jax.Array:
+        """The vector, likewise: (1, n)."""
+        return words[None]
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the members' vectors."""
         return FLAT[self.algorithm](vector, self.level)
@@ -74,6 +78,10 @@ class Shared:
         """The sum of the vectors of the node's devices."""
         return self.within.all_reduce(vector)
 
+    def share(self, words: jax.Array) -> jax.Array:
+        """The vectors of the node's devices, in order: (devices, n)."""
+        return self._all_parts(words).reshape(self.within.size, -1)
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the nodes' vectors."""
         return self._all_parts(self.across.sum(self._part(vector)))[: vector.shape[0]]
@@ -102,9 +110,9 @@ class Shared:
 
 
 class Message(NamedTuple):
-    """What one member passed to its wire: ``num_bytes`` in all; of a swap, for each of the members."""
+    """What one member passed to its wire, or each of its devices: ``num_bytes``; of a swap, for each of the members."""
 
-    kind: Literal["merge", "sum", "gather", "swap"]
+    kind: Literal["merge", "share", "sum", "gather", "swap"]
     num_bytes: int
 
 
@@ -128,6 +136,12 @@ class Recorder:
         if self.num_parts > 1:
             self.messages.append(Message("merge", vector.nbytes))
         return vector
+
+    def share(self, words: jax.Array) -> jax.Array:
+        """Something of the right shape."""
+        if self.num_parts > 1:
+            self.messages.append(Message("share", words.nbytes))
+        return jnp.broadcast_to(words, (self.num_parts, *words.shape))
 
     def sum(self, vector: jax.Array) -> jax.Array:
         """Something of the right shape."""

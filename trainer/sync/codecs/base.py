@@ -44,6 +44,10 @@ class Wire(Protocol):
         """A member's float32 vector, of the summands that its devices have; itself where a member is one device."""
         ...
 
+    def share(self, words: jax.Array) -> jax.Array:
+        """The uint8 vectors of shape (n,) of a member's devices, in order: (devices, n)."""
+        ...
+
     def sum(self, vector: jax.Array) -> jax.Array:
         """The sum of the members' float32 vectors of shape (n,), with the same bits on each."""
         ...

@@ -9,36 +9,46 @@ import jax.numpy as jnp
 
 from trainer.sync.buckets import pack, unpack
 from trainer.sync.codecs.arguments import ratio_of
-from trainer.sync.codecs.base import Codec, Exchanged, Shape, Wire, gathered
+from trainer.sync.codecs.base import Codec, Exchanged, Shape, Wire, from_words, to_words
+from trainer.sync.shards import Part, from_rows
 
 
 def topk(*, ratio: float = 0.01) -> Codec:
     """Sends of each leaf exactly k = max(1, round(ratio n)) of its n elements, the largest by magnitude.
 
-    Of equal ones the first are taken. Values travel as float32, and their positions in as few bytes as the leaf needs;
-    leaves that would get no smaller by it are exchanged exactly. Whatever is not sent is dropped whole:
-    ||decode(encode(x)) - x||^2 <= (1 - k/n) ||x||^2. Stich et al. 2018, Lin et al. 2018.
+    Of equal ones the first are taken. Where the devices of a node hold parts of a leaf, each offers the largest of its
+    own, and the largest of those are the leaf's; the first are then those of the first part. Values travel as float32,
+    and their positions in as few bytes as the leaf needs; leaves that would get no smaller by it are exchanged exactly.
+    Whatever is not sent is dropped whole: ||decode(encode(x)) - x||^2 <= (1 - k/n) ||x||^2. Stich et al. 2018, Lin et
+    al. 2018.
 
     All members get all codes, so a device sends (members - 1) of them: against an exact all-reduce the advantage falls
     as 1 / members.
     """
     ratio = ratio_of(ratio)
 
-    def encode(value: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchange(values: Sequence[Any], states: Sequence[Any], key: jax.Array, wire: Wire) -> Exchanged:
         del key
-        flat = value.reshape(-1)
-        positions = _largest(flat, _num_kept(flat.shape[0], ratio))
-        return flat[positions], positions.astype(_position_dtype(flat.shape[0]))
-
-    def decode(code: tuple[jax.Array, jax.Array], shape: Shape) -> jax.Array:
-        values, positions = code
-        return _scattered(values, positions.astype(jnp.int32), math.prod(shape)).reshape(shape)
+        parts = [_part(value) for value in values]
+        mine = [_candidates(part, ratio) for part in parts]
+        theirs = jax.vmap(lambda words: from_words(words, mine))(wire.share(to_words(mine)))
+        codes = [_best(part, found, ratio) for part, found in zip(parts, theirs, strict=True)]
+        everybodys = wire.gather(to_words(codes))
+        received = [from_words(everybodys[member], codes) for member in range(wire.size)]
+        totals = [_total(part, code) for part, *code in zip(parts, *received, strict=True)]
+        sent = [_sent(part, code) for part, code in zip(parts, codes, strict=True)]
+        given = zip(sent, values, strict=True)
+        return Exchanged(
+            totals,
+            [row if isinstance(value, Part) else row.reshape(value.shape) for row, value in given],
+            list(states),
+        )
 
     def applies(shape: Shape) -> bool:
         length = math.prod(shape)
         return _num_kept(length, ratio) * (4 + jnp.dtype(_position_dtype(length)).itemsize) < 4 * length
 
-    return gathered("topk", encode, decode, unit="leaf", applies=applies, sparse=True)
+    return Codec("topk", "part", linear=False, exchange=exchange, applies=applies, sparse=True)
 
 
 def randomk(*, ratio: float = 0.01) -> Codec:
@@ -71,6 +81,51 @@ def _num_kept(length: int, ratio: float) -> int:
 
 def _position_dtype(length: int) -> Any:
     return next((t for t in (jnp.uint8, jnp.uint16) if length <= jnp.iinfo(t).max + 1), jnp.int32)
+
+
+Code = tuple[jax.Array, jax.Array]
+"""(float32 values, their positions), of shape (k,) both."""
+
+
+def _part(value: Any) -> Part:
+    """A leaf as its only part, if it is not a part already."""
+    return value if isinstance(value, Part) else Part(value.reshape(-1), 0, value.shape, 1)
+
+
+def _candidates(part: Part, ratio: float) -> Code:
+    """What a device offers of its part; positions are those in its row."""
+    length = part.row.shape[0]
+    count = min(length, _num_kept(math.prod(part.shape), ratio))
+    positions = _largest(part.row, count)
+    return part.row[positions], positions.astype(_position_dtype(length))
+
+
+def _best(part: Part, offered: Code, ratio: float) -> Code:
+    """A leaf's code, of what each device of the node offered: positions are those in all rows, one after another."""
+    values, positions = offered
+    starts = part.row.shape[0] * jnp.arange(part.count)
+    num_elements = math.prod(part.shape)
+    chosen = _largest(values.reshape(-1), _num_kept(num_elements, ratio))
+    places = (positions.astype(jnp.int32) + starts[:, None]).reshape(-1)[chosen]
+    return values.reshape(-1)[chosen], places.astype(_position_dtype(num_elements))
+
+
+def _total(part: Part, codes: Sequence[Code]) -> jax.Array:
+    """The leaf that the members' codes add up to, in their order."""
+    rows = jnp.zeros((part.count * part.row.shape[0],), jnp.float32)
+    for values, positions in codes:
+        rows = rows.at[positions.astype(jnp.int32)].add(values, unique_indices=True)
+    return from_rows(rows.reshape(part.count, -1), part.shape)
+
+
+def _sent(part: Part, code: Code) -> jax.Array:
+    """What a code has of the part: a row."""
+    values, positions = code
+    length = part.row.shape[0]
+    places = positions.astype(jnp.int32) - part.index * length
+    is_inside = (places >= 0) & (places < length)
+    nothing = jnp.zeros((length,), jnp.float32)
+    return nothing.at[jnp.where(is_inside, places, length)].set(values, mode="drop")
 
 
 def _largest(vector: jax.Array, count: int) -> jax.Array:
