@@ -39,7 +39,7 @@ def build(name: str, args: Mapping[str, Any] | None = None) -> Codec:
     another type or out of range.
 
     >>> build("topk", {"ratio": 0.05}).unit
-    'leaf'
+    'part'
     """
     if name not in CODECS:
         known = ", ".join(CODECS)
