@@ -20,7 +20,7 @@ PAIR: Pairs = [(0, 1), (1, 0)]
 """Two members that send to each other."""
 
 TURNS_BYTES = 64 * 2**10
-"""Messages of this size and more are worth a second collective for the way back."""
+"""Smaller messages do without turns: of 64 KiB, four pairs on a link of 200 Mbit/s are as quick either way."""
 
 
 class Turns(NamedTuple):
