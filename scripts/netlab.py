@@ -7,7 +7,8 @@
 Every host has its own network namespace, address and hostname, and one link to a common switch, shaped to the rate in
 both directions. The switch is a bridge in a namespace of its own: nothing of a lab, neither a device nor a packet, is
 seen by the machine's own network, and a host reaches nothing but loopback and the other hosts. Disk and processors are
-shared by all. Several labs can run at once.
+shared by all. Several labs can run at once. TCP is cubic, which Linux comes with, whatever this machine is set to; a
+kernel without it keeps its own.
 
 In COMMAND these are replaced, and the program finds the same in its environment:
 
@@ -50,6 +51,8 @@ NAME = re.compile(r"lockstep-lab(\d+)-(?:switch|host\d+)")
 MOST_LABS, MOST_HOSTS = 250, 250
 QUEUE = "100ms"
 """A link drops what it would have to hold back for longer."""
+TCP, TCP_KNOWN = "cubic", Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+"""A namespace may be kept from choosing it for all its sockets; its routes can."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.01
 SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
@@ -222,8 +225,19 @@ class Lab:
         _call("ip", "-n", name, "link", "set", "lo", "up")
         _call("ip", "-n", name, "link", "set", "eth0", "up")
         _call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        self._choose_tcp(host)
         if self._shaper:
             self._shape(host, self._shaper)
+
+    def _choose_tcp(self, host: int) -> None:
+        """For what goes over the link, and for what the host sends to itself by its own address."""
+        name, here = self._name(host), self.addresses[host]
+        if TCP not in TCP_KNOWN.read_text().split():
+            return
+        network = f"{here.rpartition('.')[0]}.0/24"
+        for route, scope in (((network,), "link"), (("local", here, "table", "local"), "host")):
+            ends = ("dev", "eth0", "proto", "kernel", "scope", scope, "src", here, "congctl", TCP)
+            _call("ip", "-n", name, "route", "replace", *route, *ends)
 
     def _shape(self, host: int, shaper: Sequence[str]) -> None:
         for space, device in ((self._name(host), "eth0"), (self._name(None), self._port(host))):

@@ -109,6 +109,26 @@ def test_a_host_has_only_loopback_and_the_lab(netlab):
         assert len(routes("-n", space).splitlines()) == 1
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_both_ends_of_a_connection_are_cubic(netlab, host):
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    expected = "cubic" if "cubic" in known else Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    with netlab.Lab(hosts=2) as lab:
+        ask = "print(there.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())"
+        serve = f"""
+import socket
+with socket.create_server(("{lab.addresses[0]}", 7000)) as server:
+    print(flush=True)
+    there = server.accept()[0]
+    {ask}
+"""
+        server = lab.popen(0, [sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
+        server.stdout.readline()
+        connect = f"import socket; there = socket.create_connection(('{lab.addresses[0]}', 7000)); {ask}"
+        client = lab.popen(host, [sys.executable, "-c", connect], stdout=subprocess.PIPE, text=True)
+        assert [client.communicate(timeout=30)[0].strip(), server.communicate(timeout=30)[0].strip()] == [expected] * 2
+
+
 def test_every_host_has_its_own_name_that_means_its_own_address(netlab):
     ask = "import socket; print(*map(socket.gethostbyname, (socket.gethostname(), 'host0', 'host1', 'localhost')))"
     ask += "; print(socket.gethostname())"
