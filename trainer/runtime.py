@@ -57,7 +57,7 @@ def start(
     if emulated:
         emulate_devices(mesh, placement)
         spare_a_thread(mesh, placement)
-    set_flags(emulated, placement, num_gpus)
+    set_flags(emulated, mesh, placement, num_gpus)
     if cache_dir is not None:
         keep_compiled_programs(cache_dir)
     if placement.num_processes > 1:
@@ -149,10 +149,15 @@ def spare_a_thread(mesh: Mesh, placement: Placement) -> None:
         os.environ.setdefault("NPROC", str(wanted))
 
 
-def set_flags(emulated: bool, placement: Placement, num_gpus: int) -> None:
+def set_flags(emulated: bool, mesh: Mesh, placement: Placement, num_gpus: int) -> None:
     """Sets the XLA flags that the user's own XLA_FLAGS leave open."""
+    processes = placement.num_processes
     ours = xla_flags.chosen(
-        version("jaxlib"), emulated=emulated, num_processes=placement.num_processes, num_gpus=num_gpus
+        version("jaxlib"),
+        emulated=emulated,
+        num_processes=processes,
+        num_devices=cpu_share(mesh, processes) if emulated else 1,
+        num_gpus=num_gpus,
     )
     if ours:
         os.environ["XLA_FLAGS"] = xla_flags.merge(os.environ.get("XLA_FLAGS", ""), ours)

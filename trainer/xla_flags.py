@@ -28,6 +28,12 @@ APART_ON_CPU: Mapping[str, str] = {LIST_FLAG: "cpu-all-reduce-combiner"}
 """Left alone, XLA's CPU compiler merges all the all-reduces of a step into one at its end, so that none runs beside the
 backward pass. Only between processes are they worth keeping apart: within one there is no link to keep busy."""
 
+BY_TURNS_ON_CPU: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""Where one process has several devices, which share its cores: each device's program then finishes one thing before
+the next, a bucket's whole exchange too, in memory that the caches still hold. XLA's own order starts all that can be
+started, and first does the same to all buckets; a single device that shares its cores with nobody hides its exchange by
+that. All processes need the same order, so it follows the mesh and not the number of cores."""
+
 COMBINE_BYTES = 8 * 2**20
 """On GPUs, neighbouring exchanges are merged up to this size."""
 
@@ -42,12 +48,15 @@ off, and exchanges are merged up to 30 MiB, which is all of a small model, so th
 The smaller size is a choice, not a measurement, for want of a GPU here; each of these flags can be set by the user."""
 
 
-def chosen(jaxlib: str, *, emulated: bool, num_processes: int, num_gpus: int = 0) -> dict[str, str]:
+def chosen(
+    jaxlib: str, *, emulated: bool, num_processes: int, num_devices: int = 1, num_gpus: int = 0
+) -> dict[str, str]:
     """The flags for this process, by name.
 
     Args:
         jaxlib: its version.
         emulated: whether the devices are emulated on the CPU.
+        num_devices: the emulated ones of each process.
         num_gpus: those this process could use, where they are not.
 
     >>> chosen("0.12.0", emulated=True, num_processes=2)["xla_disable_hlo_passes"]
@@ -58,7 +67,8 @@ def chosen(jaxlib: str, *, emulated: bool, num_processes: int, num_gpus: int = 0
     if not KNOWN_RELEASES[0] <= release(jaxlib) < KNOWN_RELEASES[1]:
         return {}
     if emulated:
-        return {**PATIENT, **(APART_ON_CPU if num_processes > 1 else {})}
+        apart = APART_ON_CPU if num_processes > 1 else {}
+        return {**PATIENT, **apart, **(BY_TURNS_ON_CPU if num_devices > 1 else {})}
     return dict(APART_ON_GPU) if num_gpus and max(num_gpus, num_processes) > 1 else {}
 
 
