@@ -27,17 +27,23 @@ def test_every_message_arrives(kind, algorithm):
     def body(vectors, words):
         me = wire.index()
         device = levels.fast.index().astype(np.uint8)
-        mine = wire.merge(vectors[me]), wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
-        mine = (*mine, wire.share(words[me, 0] // 2 + device))
+        mine = wire.sum(vectors[me]), wire.gather(words[me, 0]), wire.swap(words[me]), me
+        summand = vectors[me] * (1 + levels.fast.index())  # another one on each device
+        mine = (*mine, wire.share(words[me, 0] // 2 + device), wire.total(summand), *wire.own_and_total(summand))
         return jax.tree.map(lambda leaf: leaf[None], mine)
 
     spec = PartitionSpec(AXES)
     program = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
-    merged, sums, gathered, swapped, members, shared = jax.device_get(jax.jit(program)(vectors, words))
+    sums, gathered, swapped, members, shared, totals, owned, again = jax.device_get(jax.jit(program)(vectors, words))
     assert members.tolist() == ([0, 1, 2, 3, 4, 5] if kind == "direct" else [0, 0, 1, 1, 2, 2])
-    devices = 1 if kind == "direct" else 2
+    weights = [1, 2] * 3 if kind == "direct" else [1 + 2] * 3  # of a member's vector, in the sum over its devices
     for replica, member in enumerate(members):
-        np.testing.assert_array_equal(merged[replica], devices * vectors[member])
+        own = vectors[member] * weights[member]
+        np.testing.assert_allclose(owned[replica], own, rtol=0, atol=1e-6)
+        assert owned[replica].tobytes() == owned[members.tolist().index(member)].tobytes()
+        expected = sum(vector * weight for vector, weight in zip(vectors, weights, strict=False))
+        np.testing.assert_allclose(totals[replica], expected, rtol=0, atol=2e-6)
+        assert totals[replica].tobytes() == again[replica].tobytes() == totals[0].tobytes()
         np.testing.assert_allclose(sums[replica], vectors.sum(axis=0), rtol=0, atol=1e-6)
         assert sums[replica].tobytes() == sums[0].tobytes()
         own = [replica % 2] if kind == "direct" else [0, 1]
@@ -48,16 +54,18 @@ def test_every_message_arrives(kind, algorithm):
 
 def test_a_recorder_writes_down_what_it_is_given():
     wire = Recorder(4)
-    assert wire.merge(jnp.zeros(3)).shape == (3,)  # of members of one device: nothing is sent
+    assert wire.total(jnp.zeros(2)).shape == (2,)  # of members of one device: a sum like any other
+    assert [array.shape for array in wire.own_and_total(jnp.zeros(4))] == [(4,), (4,)]
     assert wire.share(jnp.zeros(5, jnp.uint8)).shape == (1, 5)
     assert wire.sum(jnp.zeros(3)).shape == (3,)
     assert wire.gather(jnp.zeros(5, jnp.uint8)).shape == (4, 5)
     assert wire.swap(jnp.zeros((4, 6), jnp.uint8)).shape == (4, 6)
-    assert wire.messages == [Message("sum", 12), Message("gather", 5), Message("swap", 6)]
+    assert wire.messages == [Message("sum", 8), Message("sum", 16), Message("sum", 12), Message("gather", 5), Message("swap", 6)]
 
 
 def test_a_recorder_of_nodes_writes_down_what_their_devices_exchange():
     wire = Recorder(4, num_parts=2)
-    assert wire.merge(jnp.zeros(3)).shape == (3,)
+    assert wire.total(jnp.zeros(3)).shape == (3,)
+    assert [array.shape for array in wire.own_and_total(jnp.zeros(4))] == [(4,), (4,)]
     assert wire.share(jnp.zeros(5, jnp.uint8)).shape == (2, 5)
-    assert wire.messages == [Message("merge", 12), Message("share", 5)]
+    assert wire.messages == [Message("total", 12), Message("own_and_total", 16), Message("share", 5)]

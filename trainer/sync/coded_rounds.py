@@ -66,8 +66,11 @@ def _message_rounds(
     message: Message, size: int, summing: str, members: Groups, shared_by: int, nodes: Groups
 ) -> Iterator[Round]:
     """One message of each member; where the devices of a node share it, with what they then gather."""
-    if message.kind == "merge":
-        yield Round(in_groups(ring.neighbours(shared_by), nodes), message.num_bytes / shared_by, 2 * (shared_by - 1))
+    if message.kind in ("total", "own_and_total"):
+        part, copies = math.ceil(message.num_bytes / 4 / shared_by), 1 if message.kind == "total" else 2
+        yield Round(in_groups(everybody(shared_by), nodes), 4 * part)
+        yield from within(members, flat_rounds(summing, part, size))
+        yield Round(in_groups(ring.neighbours(shared_by), nodes), copies * 4 * part, shared_by - 1)
         return
     if message.kind == "share":
         yield Round(in_groups(ring.neighbours(shared_by), nodes), message.num_bytes, shared_by - 1)

@@ -34,9 +34,13 @@ class Direct:
         """This member's index, an int32 scalar."""
         return self.level.index()
 
-    def merge(self, vector: jax.Array) -> jax.Array:
-        """The vector, for a member is one device."""
-        return vector
+    def total(self, summand: jax.Array) -> jax.Array:
+        """The sum, for a member is one device."""
+        return self.sum(summand)
+
+    def own_and_total(self, summand: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The vector, and the sum."""
+        return summand, self.sum(summand)
 
     def share(self, words: jax.Array) -> jax.Array:
         """The vector, likewise: (1, n)."""
@@ -74,9 +78,16 @@ class Shared:
         """This node's index, an int32 scalar."""
         return self.across.index()
 
-    def merge(self, vector: jax.Array) -> jax.Array:
-        """The sum of the vectors of the node's devices."""
-        return self.within.all_reduce(vector)
+    def total(self, summand: jax.Array) -> jax.Array:
+        """The sum over all nodes' devices, each of which takes a part of it across."""
+        return self._all_parts(self.across.sum(self._part_of_sum(summand)))[: summand.shape[0]]
+
+    def own_and_total(self, summand: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sum over the node's devices, and that over all."""
+        own = self._part_of_sum(summand)
+        parts = self._all_parts(jnp.concatenate([own, self.across.sum(own)])).reshape(self.within.size, 2, -1)
+        owned, total = (parts[:, which].reshape(-1)[: summand.shape[0]] for which in range(2))
+        return owned, total
 
     def share(self, words: jax.Array) -> jax.Array:
         """The vectors of the node's devices, in order: (devices, n)."""
@@ -100,6 +111,9 @@ class Shared:
         parts = pad_to_multiple(vector, self.within.size).reshape(self.within.size, -1)
         return jax.lax.dynamic_index_in_dim(parts, self.within.index(), 0, keepdims=False)
 
+    def _part_of_sum(self, summand: jax.Array) -> jax.Array:
+        return self.within.reduce_scatter(pad_to_multiple(summand, self.within.size).reshape(self.within.size, -1))
+
     def _all_parts(self, part: jax.Array) -> jax.Array:
         return part if self.within.size == 1 else self.within.all_gather(part)
 
@@ -112,7 +126,7 @@ class Shared:
 class Message(NamedTuple):
     """What one member passed to its wire, or each of its devices: ``num_bytes``; of a swap, for each of the members."""
 
-    kind: Literal["merge", "share", "sum", "gather", "swap"]
+    kind: Literal["total", "own_and_total", "share", "sum", "gather", "swap"]
     num_bytes: int
 
 
@@ -131,11 +145,15 @@ class Recorder:
         """Any member's index."""
         return jnp.int32(0)
 
-    def merge(self, vector: jax.Array) -> jax.Array:
-        """The vector."""
-        if self.num_parts > 1:
-            self.messages.append(Message("merge", vector.nbytes))
-        return vector
+    def total(self, summand: jax.Array) -> jax.Array:
+        """Something of the right shape."""
+        self.messages.append(Message("total" if self.num_parts > 1 else "sum", summand.nbytes))
+        return summand
+
+    def own_and_total(self, summand: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Something of the right shapes."""
+        self.messages.append(Message("own_and_total" if self.num_parts > 1 else "sum", summand.nbytes))
+        return summand, summand
 
     def share(self, words: jax.Array) -> jax.Array:
         """Something of the right shape."""

@@ -40,8 +40,12 @@ class Wire(Protocol):
         """This member's index, an int32 scalar."""
         ...
 
-    def merge(self, vector: jax.Array) -> jax.Array:
-        """A member's float32 vector, of the summands that its devices have; itself where a member is one device."""
+    def total(self, summand: jax.Array) -> jax.Array:
+        """The sum of the float32 vectors of shape (n,) of all members' devices, with the same bits on each."""
+        ...
+
+    def own_and_total(self, summand: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sum over the devices of this member alone, and ``total``."""
         ...
 
     def share(self, words: jax.Array) -> jax.Array:

@@ -33,10 +33,11 @@ def powersgd(*, rank: int = 4) -> Codec:
         members = [matrix(value) for value in values]
         keys = jax.random.split(key, 2)
         pairs = zip(members, states, strict=True)
-        lefts = _orthonormal(_summed(_merged([m.times(right) for m, right in pairs], wire), wire), keys[0])
+        summands = [m.times(right) for m, right in pairs]
+        lefts = _orthonormal(_unpacked(wire.total(pack(summands)), summands), keys[0])
         pairs = zip(members, lefts, strict=True)
-        mine = _merged([m.transposed_times(left) for m, left in pairs], wire)
-        rights = _summed(mine, wire)
+        summands = [m.transposed_times(left) for m, left in pairs]
+        mine, rights = (_unpacked(packed, summands) for packed in wire.own_and_total(pack(summands)))
         factors = list(zip(members, lefts, rights, mine, strict=True))
         totals = [product(left, right.T).reshape(m.shape) for m, left, right, _ in factors]
         sent = [m.place_of(left, own) for m, left, _, own in factors]
@@ -94,11 +95,5 @@ def _orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array
     return done
 
 
-def _merged(arrays: Sequence[jax.Array], wire: Wire) -> list[jax.Array]:
-    """A member's sums of what its devices have of several arrays, in one message."""
-    return unpack(wire.merge(pack(arrays)), [array.shape for array in arrays])
-
-
-def _summed(arrays: Sequence[jax.Array], wire: Wire) -> list[jax.Array]:
-    """The members' sums of several arrays, in one message."""
-    return unpack(wire.sum(pack(arrays)), [array.shape for array in arrays])
+def _unpacked(packed: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    return unpack(packed, [array.shape for array in like])
