@@ -197,6 +197,13 @@ def test_what_is_given_stays():
     assert sync.choose(LARGE, CLUSTER, algorithm="hierarchical").across == "xla"
 
 
+@pytest.mark.parametrize(("nodes", "local", "mib"), [(1, 1, 4), (2, 1, 8), (2, 2, 16), (2, 4, 32), (8, 8, 32)])
+def test_a_rings_buckets_grow_with_it_up_to_a_limit(nodes, local, mib):
+    links = CLUSTER._replace(num_nodes=nodes, devices_per_node=local)
+    assert sync.choose(LARGE, links, algorithm="ring").bucket_mib == mib
+    assert sync.choose(LARGE, links, algorithm="hierarchical", across="ring").bucket_mib == 4
+
+
 def test_buckets_are_left_out_where_nothing_crosses_a_link():
     inside = Links(2, 4, 1, "cpu")
     assert sync.choose(LARGE, inside).bucket_mib == 0

@@ -60,7 +60,13 @@ def test_a_recorder_writes_down_what_it_is_given():
     assert wire.sum(jnp.zeros(3)).shape == (3,)
     assert wire.gather(jnp.zeros(5, jnp.uint8)).shape == (4, 5)
     assert wire.swap(jnp.zeros((4, 6), jnp.uint8)).shape == (4, 6)
-    assert wire.messages == [Message("sum", 8), Message("sum", 16), Message("sum", 12), Message("gather", 5), Message("swap", 6)]
+    assert wire.messages == [
+        Message("sum", 8),
+        Message("sum", 16),
+        Message("sum", 12),
+        Message("gather", 5),
+        Message("swap", 6),
+    ]
 
 
 def test_a_recorder_of_nodes_writes_down_what_their_devices_exchange():

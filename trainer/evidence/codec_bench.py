@@ -43,9 +43,13 @@ class Echo:
         """The first member's."""
         return jnp.int32(0)
 
-    def merge(self, vector: jax.Array) -> jax.Array:
-        """The vector, for a member is one device."""
-        return vector
+    def total(self, summand: jax.Array) -> jax.Array:
+        """The sum, for a member is one device."""
+        return self.sum(summand)
+
+    def own_and_total(self, summand: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The vector, and the sum."""
+        return summand, self.sum(summand)
 
     def share(self, words: jax.Array) -> jax.Array:
         """The vector, likewise: (1, n)."""
