@@ -16,7 +16,7 @@ from trainer.data.source import FAULT, RESERVED_NAMES
 from trainer.errors import Halted
 from trainer.metrics import mean
 from trainer.recorder import judge
-from trainer.step import Report, pack, read
+from trainer.step import Report, pack, read, sum_over_rounds
 from trainer.task import LossParts
 
 SGD = Optimizer(name="sgd", learning_rate=0.1)
@@ -41,6 +41,22 @@ def single_device_sgd(task, params, batch, num_steps, optimizer):
 
 def assert_trees_close(actual, expected, bound):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=bound), actual, expected)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_the_last_round_apart_changes_no_bit(rounds):
+    rows = np.random.default_rng(0).normal(size=(3 * rounds, 4)).astype(np.float32)
+
+    def of(index, batch):
+        return {"sum": jnp.sum(batch["x"] * (index + 1)), "columns": jnp.sum(batch["x"], axis=0)}
+
+    def total(first, batch, last_apart):
+        return sum_over_rounds(of, batch, rounds, first, last_apart)
+
+    looped, apart = (jax.jit(total, static_argnums=2)(jnp.int32(7), {"x": rows}, way) for way in (False, True))
+    expected = sum((index + 8) * part.sum() for index, part in enumerate(np.split(rows.astype(np.float64), rounds)))
+    np.testing.assert_allclose(apart["sum"], expected, rtol=1e-5)
+    assert [leaf.tobytes() for leaf in jax.tree.leaves(looped)] == [leaf.tobytes() for leaf in jax.tree.leaves(apart)]
 
 
 @pytest.mark.parametrize(("nodes", "local"), MESHES)

@@ -47,6 +47,13 @@ class Work(NamedTuple):
         """Virtual replicas that each replica computes one after another."""
         return self.num_virtual_replicas // self.mesh.size
 
+    @property
+    def hides_exchange(self) -> bool:
+        """Whether an exchange can run beside computation: between processes, of one device each if on CPUs."""
+        devices = list(self.mesh.devices.flat)
+        num_processes = len({device.process_index for device in devices})
+        return num_processes > 1 and (num_processes == len(devices) or devices[0].platform != "cpu")
+
 
 class Sum(NamedTuple):
     """What a replica adds up over its virtual replicas."""
@@ -132,7 +139,9 @@ def _wide(dtype: DTypeLike) -> DTypeLike:
     return jnp.promote_types(dtype, jnp.int32)
 
 
-def sum_over_rounds(function: Callable[[jax.Array, Batch], Any], batch: Batch, rounds: int, first: jax.Array) -> Any:
+def sum_over_rounds(
+    function: Callable[[jax.Array, Batch], Any], batch: Batch, rounds: int, first: jax.Array, last_apart: bool = False
+) -> Any:
     """Adds up ``function(virtual_replica, rows)`` over this replica's virtual replicas, one after another.
 
     Args:
@@ -140,6 +149,8 @@ def sum_over_rounds(function: Callable[[jax.Array, Batch], Any], batch: Batch, r
         batch: this replica's rows; dim 0 is a multiple of ``rounds``.
         rounds: how many virtual replicas there are in ``batch``.
         first: index of the first of them.
+        last_apart: whether the last one is kept out of the loop, in which no part of a sum is there before all of it:
+            so each array can be exchanged as soon as its last summand is known. It is compiled a second time for that.
     """
     if rounds == 1:
         return function(first, batch)
@@ -153,7 +164,11 @@ def sum_over_rounds(function: Callable[[jax.Array, Batch], Any], batch: Batch, r
     def add(total: Any, item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, function(*item)), None
 
-    return jax.lax.scan(add, zero, (indices, slices))[0]
+    if not last_apart:
+        return jax.lax.scan(add, zero, (indices, slices))[0]
+    before = jax.tree.map(lambda rows: rows[:-1], (indices, slices))
+    last = jax.tree.map(lambda rows: rows[-1], (indices, slices))
+    return add(jax.lax.scan(add, zero, before)[0], last)[0]
 
 
 def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight: jax.Array) -> Sum:
@@ -179,7 +194,7 @@ def contribute(parts: Parts, work: Work, state: TrainState, batch: Batch, weight
         return Sum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), total, loss_parts)
 
     first = jax.lax.axis_index(work.axes) * work.rounds
-    return sum_over_rounds(one, batch, work.rounds, first)
+    return sum_over_rounds(one, batch, work.rounds, first, last_apart=work.hides_exchange)
 
 
 def is_finite(contribution: Sum) -> jax.Array:
