@@ -1,11 +1,13 @@
 """Every codec against a naive NumPy version of the same exchange."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from members import exchange, states_of
 
 from trainer.sync.codecs import build
+from trainer.sync.codecs.powersgd import orthonormal
 from trainer.sync.ring import UNROLL_LIMIT
 
 
@@ -96,6 +98,27 @@ def test_randomk_sends_the_same_places_of_all_members():
     assert chosen.sum() == round(9.5)
     np.testing.assert_array_equal(sent, np.where(chosen, values, 0))
     np.testing.assert_allclose(total, np.where(chosen, values.sum(axis=0), 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["independent", "huge", "tiny", "dependent", "zero", "one zero", "not finite"])
+def test_factors_become_orthonormal_and_keep_what_they_span(given):
+    """Two matrices at once; in the second, all but the first three cases have columns that a random one replaces."""
+    matrices = np.random.default_rng(0).normal(size=(2, 12, 3)).astype(np.float32)
+    matrices *= {"huge": 1e30, "tiny": 1e-30}.get(given, 1)
+    matrices[1] *= given != "zero"
+    if given == "dependent":
+        matrices[1, :, 1] = -3 * matrices[1, :, 0]
+    if given in ("one zero", "not finite"):
+        matrices[1, :, 1] = 0 if given == "one zero" else np.nan
+    program = jax.jit(orthonormal)
+    found, other = (np.asarray(program(matrices, jax.random.key(seed)), np.float64) for seed in range(2))
+    assert np.array_equal(found, other) == (given in ("independent", "huge", "tiny"))  # else something was drawn
+    for columns, before in zip(found, matrices.astype(np.float64), strict=True):
+        np.testing.assert_allclose(columns.T @ columns, np.eye(3), rtol=0, atol=1e-5)
+        for index in () if given == "zero" and not before.any() else (0, 2) if given == "not finite" else range(3):
+            first = columns[:, : index + 1]
+            lost = before[:, index] - first @ (first.T @ before[:, index])
+            assert np.linalg.norm(lost) <= 1e-5 * np.linalg.norm(before[:, index])
 
 
 def test_powersgd_is_a_power_iteration_with_a_warm_start():

@@ -49,11 +49,11 @@ def test_exchanges_are_kept_apart_where_there_is_a_link_to_keep_busy():
         return set(xla_flags.chosen(jaxlib, **where))
 
     patient, cpu, gpu = set(xla_flags.PATIENT), set(xla_flags.APART_ON_CPU), set(xla_flags.APART_ON_GPU)
-    by_turns = set(xla_flags.BY_TURNS_ON_CPU)
+    depth_first = set(xla_flags.DEPTH_FIRST_ON_CPU)
     assert chosen(emulated=True, num_processes=1) == patient
     assert chosen(emulated=True, num_processes=2) == patient | cpu
-    assert chosen(emulated=True, num_processes=1, num_devices=2) == patient | by_turns
-    assert chosen(emulated=True, num_processes=2, num_devices=2) == patient | cpu | by_turns
+    assert chosen(emulated=True, num_processes=1, num_devices=2) == patient | depth_first
+    assert chosen(emulated=True, num_processes=2, num_devices=2) == patient | cpu | depth_first
     assert chosen(emulated=False, num_processes=1, num_gpus=1) == set()
     assert chosen(emulated=False, num_processes=1, num_gpus=8) == gpu
     assert chosen(emulated=False, num_processes=2, num_gpus=1) == gpu
@@ -64,7 +64,7 @@ def test_exchanges_are_kept_apart_where_there_is_a_link_to_keep_busy():
 
 @pytest.mark.parametrize("user", ["", f"--{PASSES}=dce", f"--{PASSES}="])
 def test_the_installed_xla_knows_every_flag(user):
-    ours = {**xla_flags.PATIENT, **xla_flags.APART_ON_CPU, **xla_flags.BY_TURNS_ON_CPU, **xla_flags.APART_ON_GPU}
+    ours = {**xla_flags.PATIENT, **xla_flags.APART_ON_CPU, **xla_flags.DEPTH_FIRST_ON_CPU, **xla_flags.APART_ON_GPU}
     flags = xla_flags.merge(user, ours)
     command = [sys.executable, "-c", "import jax; print(jax.devices()[0].platform)"]
     environment = {**os.environ, "XLA_FLAGS": flags}

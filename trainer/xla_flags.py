@@ -28,11 +28,11 @@ APART_ON_CPU: Mapping[str, str] = {LIST_FLAG: "cpu-all-reduce-combiner"}
 """Left alone, XLA's CPU compiler merges all the all-reduces of a step into one at its end, so that none runs beside the
 backward pass. Only between processes are they worth keeping apart: within one there is no link to keep busy."""
 
-BY_TURNS_ON_CPU: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+DEPTH_FIRST_ON_CPU: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Where one process has several devices, which share its cores: each device's program then finishes one thing before
-the next, a bucket's whole exchange too, in memory that the caches still hold. XLA's own order starts all that can be
-started, and first does the same to all buckets; a single device that shares its cores with nobody hides its exchange by
-that. All processes need the same order, so it follows the mesh and not the number of cores."""
+the next, a bucket's whole exchange too. XLA's own order starts all that can be started, and first does the same to all
+buckets; a process of a single device hides its exchange by that. All processes need the same order, so it follows the
+mesh and not the number of cores."""
 
 COMBINE_BYTES = 8 * 2**20
 """On GPUs, neighbouring exchanges are merged up to this size."""
@@ -68,7 +68,7 @@ def chosen(
         return {}
     if emulated:
         apart = APART_ON_CPU if num_processes > 1 else {}
-        return {**PATIENT, **apart, **(BY_TURNS_ON_CPU if num_devices > 1 else {})}
+        return {**PATIENT, **apart, **(DEPTH_FIRST_ON_CPU if num_devices > 1 else {})}
     return dict(APART_ON_GPU) if num_gpus and max(num_gpus, num_processes) > 1 else {}
 
 

@@ -10,9 +10,9 @@ from trainer.sync.cost import Profile, predict
 LEAF_BY_LEAF = 0.0
 """The bucket size at which nothing is copied together."""
 
-RING_CHUNK_MIB, RING_BUCKET_MIB = 4.0, 32.0
-"""A ring cuts a bucket into a chunk for each replica, and in each of its rounds all of them have to meet: its buckets
-are so large that chunks have the first size, but not above the second, for a bucket has to be there as a whole."""
+RING_BUCKET_MIB = 32.0
+"""A ring cuts a bucket into a chunk for each replica, and in each of its rounds all of them have to meet: its chunks
+have the size of other buckets, up to this size of all together, for a bucket has to be there as a whole."""
 
 TREE_BYTES = 64 * 2**10
 """Without measured links: gradients below this are bound by the number of messages, not by bytes."""
@@ -119,8 +119,7 @@ def _bucket(links: Links, algorithm: str, bucket_mib: float | str) -> float:
     if not isinstance(bucket_mib, str):
         return bucket_mib
     if algorithm == "ring":
-        num_replicas = links.num_nodes * links.devices_per_node
-        return max(BUCKET_MIB, min(RING_BUCKET_MIB, RING_CHUNK_MIB * num_replicas))
+        return min(RING_BUCKET_MIB, BUCKET_MIB * links.num_nodes * links.devices_per_node)
     return LEAF_BY_LEAF if links.is_emulated and algorithm == "xla" else BUCKET_MIB
 
 

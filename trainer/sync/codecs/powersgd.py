@@ -67,8 +67,11 @@ def orthonormal(matrices: jax.Array, key: jax.Array) -> jax.Array:
     found, triangles = jnp.linalg.qr(columns)
     lefts, before = jnp.abs(jnp.diagonal(triangles, axis1=1, axis2=2)), jnp.linalg.norm(columns, axis=1)
     is_independent = jnp.all(lefts > _DEPENDENT * before)
-    keys = jax.random.split(key, matrices.shape[0])
-    return jax.lax.cond(is_independent, lambda: found, lambda: jax.vmap(_one_by_one)(columns, keys))
+
+    def one_by_one() -> jax.Array:
+        return jax.vmap(_one_by_one)(matrices, jax.random.split(key, matrices.shape[0]))
+
+    return jax.lax.cond(is_independent, lambda: found, one_by_one)
 
 
 def _one_by_one(columns: jax.Array, key: jax.Array) -> jax.Array:
