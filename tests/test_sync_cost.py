@@ -204,8 +204,6 @@ def test_a_rings_buckets_grow_with_it_up_to_a_limit(nodes, local, mib):
     assert sync.choose(LARGE, links, algorithm="hierarchical", across="ring").bucket_mib == 4
 
 
-def test_buckets_are_left_out_where_nothing_crosses_a_link():
-    inside = Links(2, 4, 1, "cpu")
-    assert sync.choose(LARGE, inside).bucket_mib == 0
-    assert sync.choose(LARGE, inside, algorithm="ring").bucket_mib > 0
-    assert sync.choose(LARGE, CLUSTER).bucket_mib > 0
+def test_other_buckets_are_of_one_size_within_a_process_too():
+    for links in (CLUSTER, Links(2, 4, 1, "cpu")):
+        assert sync.choose(LARGE, links).bucket_mib == 4

@@ -15,11 +15,11 @@ def messages(level):
 
     def body(rows):
         mine = rows[0]
-        pairs = tree.partners(level.size, 1)
+        rounds = [tree.partners(level.size, distance) for distance in tree.distances(level.size)]
         ring = [(member, (member + 1) % level.size) for member in range(level.size)]
         words = jax.lax.bitcast_convert_type(rows, np.uint8).reshape(level.size, -1)
         return (
-            *(level.permute(mine, chosen) for chosen in (pairs, ring)),
+            *(level.permute(mine, chosen) for chosen in (*rounds, ring)),
             level.all_gather(mine),
             *(level.all_to_all(given) for given in (rows, words)),
         )
@@ -29,16 +29,18 @@ def messages(level):
 
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (4, 2), (3, 2)])
-def test_turns_change_no_message(monkeypatch, mapping, nodes, local):
+@pytest.mark.parametrize("name", ["slow", "flat"])
+def test_turns_change_no_message(monkeypatch, mapping, nodes, local, name):
     monkeypatch.setattr(levels, "TURNS_BYTES", 0)
     axes, sizes, per_node = (
         (AXES, [nodes, local], None) if mapping == "shard_map" else (("all",), [nodes * local], local)
     )
-    rows = np.random.default_rng(0).normal(size=(nodes * local, nodes, 5)).astype(np.float32)
+    size = nodes if name == "slow" else nodes * local
+    rows = np.random.default_rng(0).normal(size=(nodes * local, size, 5)).astype(np.float32)
     rows[0, 0, 0] = -0.0
     results, texts = [], []
     for takes_turns in (False, True):
-        body = messages(topology(axes, sizes, per_node, takes_turns=takes_turns).slow)
+        body = messages(getattr(topology(axes, sizes, per_node, takes_turns=takes_turns), name))
         if mapping == "pmap":
             program = jax.pmap(body, axis_name="all")
         else:
@@ -56,8 +58,23 @@ def test_turns_change_no_message(monkeypatch, mapping, nodes, local):
     assert texts[1] > texts[0]  # or else turns were not taken
 
 
+def test_of_the_pairs_between_two_nodes_half_begin_each_way():
+    flat = topology(AXES, [3, 4], takes_turns=True).flat
+    for distance in tree.distances(12):
+        crossing = [pair for pair in tree.partners(12, distance) if pair[0] // 4 != pair[1] // 4]
+        first, then = levels._in_turns(tree.partners(12, distance), flat.turns)
+        assert sorted(first + then) == sorted(tree.partners(12, distance))
+        assert len(then) == len(crossing) // 2
+        for nodes in {(sender // 4, receiver // 4) for sender, receiver in crossing}:
+            upward, downward = (
+                sum((sender // 4, receiver // 4) == way for sender, receiver in first) for way in (nodes, nodes[::-1])
+            )
+            assert upward == downward
+
+
 def test_small_messages_and_nodes_of_one_device_take_no_turns():
     assert topology(AXES, [2, 1], takes_turns=True).slow.turns is None
+    assert topology(AXES, [1, 2], takes_turns=True).flat.turns is None
     level, spec = topology(AXES, [2, 2], takes_turns=True).slow, PartitionSpec(AXES)
 
     def num_messages(length):

@@ -7,9 +7,6 @@ from trainer.sync.buckets import BUCKET_MIB
 from trainer.sync.collectives import ACROSS, ALGORITHMS
 from trainer.sync.cost import Profile, predict
 
-LEAF_BY_LEAF = 0.0
-"""The bucket size at which nothing is copied together."""
-
 RING_BUCKET_MIB = 32.0
 """A ring cuts a bucket into a chunk for each replica, and in each of its rounds all of them have to meet: its chunks
 have the size of other buckets, up to this size of all together, for a bucket has to be there as a whole."""
@@ -120,7 +117,7 @@ def _bucket(links: Links, algorithm: str, bucket_mib: float | str) -> float:
         return bucket_mib
     if algorithm == "ring":
         return min(RING_BUCKET_MIB, BUCKET_MIB * links.num_nodes * links.devices_per_node)
-    return LEAF_BY_LEAF if links.is_emulated and algorithm == "xla" else BUCKET_MIB
+    return BUCKET_MIB
 
 
 def _by_topology(gradient: Any, links: Links, across: str) -> tuple[str, str, str]:

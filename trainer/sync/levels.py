@@ -4,6 +4,7 @@ An algorithm is written once, against a ``Level``; whether its members are a who
 within one flat axis (``pmap``) is settled here, and so is what a platform does well.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,9 +25,15 @@ TURNS_BYTES = 64 * 2**10
 
 
 class Turns(NamedTuple):
-    """A level's groups as indices along ``axes``, all axes together, of pairs that send to each other in turns."""
+    """Where two replicas that send to each other do so in turns: between nodes, over one link for all pairs.
+
+    axes:             all mapped axes.
+    devices_per_node: along them.
+    groups:           the level's, as indices along ``axes``.
+    """
 
     axes: tuple[str, ...]
+    devices_per_node: int
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -38,8 +45,9 @@ class Level:
     size:   members of a group.
     groups: the groups, as indices along ``axes``; None: all of ``axes`` is one group.
     has_psum_scatter: whether a reduce-scatter may rest on ``lax.psum_scatter``.
-    turns:  where two processes that send to each other do so one way after the other, and not both ways at once. In
-            every other group the pairs then begin the other way round: together they fill the link in both directions.
+    turns:  where two processes that send to each other do so one way after the other, and not both ways at once. Of the
+            pairs between two nodes every other one then begins the other way round: together they fill the link in
+            both directions.
     """
 
     axes: tuple[str, ...]
@@ -59,7 +67,9 @@ class Level:
     def permute(self, x: jax.Array, pairs: Pairs) -> jax.Array:
         """One message along each of ``pairs``; whoever receives nothing gets zeros."""
         if self.turns and x.nbytes >= TURNS_BYTES and {(receiver, sender) for sender, receiver in pairs} == set(pairs):
-            return _in_turns(x, pairs, self.turns)
+            first, then = _in_turns(pairs, self.turns)
+            if then:
+                return _one_after_another(x, first, then, self.turns)
         if self.groups is not None:
             pairs = [(group[sender], group[receiver]) for group in self.groups for sender, receiver in pairs]
         return jax.lax.ppermute(x, self.axes, list(pairs))
@@ -99,18 +109,30 @@ class Level:
         return None if self.groups is None else [list(group) for group in self.groups]
 
 
-def _in_turns(x: jax.Array, pairs: Pairs, turns: Turns) -> jax.Array:
-    """Messages along ``pairs``, all of which send both ways: one way, and then the other."""
-    upward = [(lower, upper) for lower, upper in pairs if lower < upper]
-    first = [
-        (group[lower], group[upper]) if number % 2 == 0 else (group[upper], group[lower])
-        for number, group in enumerate(turns.groups)
-        for lower, upper in upward
-    ]
-    back = [(receiver, sender) for sender, receiver in first]
+def _in_turns(pairs: Pairs, turns: Turns) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What ``pairs``, all of which send both ways, send first, and what then, as indices along ``turns.axes``.
+
+    Within a node both ways come first.
+    """
+    first, then, seen = [], [], Counter[tuple[int, int]]()
+    for group in turns.groups:
+        for one, other in ((group[one], group[other]) for one, other in pairs if one < other):
+            nodes = one // turns.devices_per_node, other // turns.devices_per_node
+            upward, downward = (one, other), (other, one)
+            if nodes[0] == nodes[1]:
+                first += [upward, downward]
+                continue
+            first.append(downward if seen[nodes] % 2 else upward)
+            then.append(upward if seen[nodes] % 2 else downward)
+            seen[nodes] += 1
+    return first, then
+
+
+def _one_after_another(x: jax.Array, first: Pairs, then: Pairs, turns: Turns) -> jax.Array:
+    """What each replica receives, along ``first`` or along ``then``; nobody receives in both."""
     receivers, num_replicas = {receiver for _, receiver in first}, sum(map(len, turns.groups))
     receives_first = jnp.asarray([replica in receivers for replica in range(num_replicas)])
-    early, late = jax.lax.ppermute(x, turns.axes, first), jax.lax.ppermute(x, turns.axes, back)
+    early, late = jax.lax.ppermute(x, turns.axes, first), jax.lax.ppermute(x, turns.axes, then)
     return jnp.where(receives_first[jax.lax.axis_index(turns.axes)], early, late)
 
 
@@ -171,8 +193,10 @@ def topology(
     scatters = platform != "cpu"
     within = tuple(tuple(range(node * local, (node + 1) * local)) for node in range(nodes))
     across = tuple(zip(*within, strict=True))
-    turns = Turns(axes, across) if takes_turns and local > 1 else None
-    flat = Level(axes, nodes * local, None, scatters)
+    everyone = (tuple(range(nodes * local)),)
+    has_turns = takes_turns and min(nodes, local) > 1
+    of_flat, of_slow = (Turns(axes, local, groups) if has_turns else None for groups in (everyone, across))
+    flat = Level(axes, nodes * local, None, scatters, of_flat)
     if len(axes) > 1:
-        return Topology(flat, Level(axes[-1:], local, None, scatters), Level(axes[:-1], nodes, None, scatters, turns))
-    return Topology(flat, Level(axes, local, within, scatters), Level(axes, nodes, across, scatters, turns))
+        return Topology(flat, Level(axes[-1:], local, None, scatters), Level(axes[:-1], nodes, None, scatters, of_slow))
+    return Topology(flat, Level(axes, local, within, scatters), Level(axes, nodes, across, scatters, of_slow))
