@@ -42,7 +42,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 STATE = Path("/run/lockstep-netlab")
 """The lock, and one file for each lab that names its owner. Gone after a reboot, as namespaces are."""
@@ -53,6 +53,8 @@ QUEUE = "100ms"
 """A link drops what it would have to hold back for longer."""
 TCP, TCP_KNOWN = "cubic", Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 """A namespace may be kept from choosing it for all its sockets; its routes can."""
+SMALLEST_BURST = 2**15
+"""Bytes that a link lets pass at once if it was idle. A real one lets none, but a timer here is not that exact."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.01
 SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
@@ -63,6 +65,13 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 
 class LabError(Exception):
     """The lab cannot be made or changed as asked; one line for the user."""
+
+
+class _Shaper(NamedTuple):
+    """What holds a device to a rate: its queue, as tc is told of it, and the most that TCP may hand to it at once."""
+
+    queue: Sequence[str]
+    segment_bytes: int
 
 
 class Lab:
@@ -79,7 +88,7 @@ class Lab:
         if not 1 <= hosts <= MOST_HOSTS:
             raise LabError(f"hosts: must be 1 to {MOST_HOSTS}, not {hosts}")
         self.hosts = hosts
-        self._shaper = None if rate is None else _token_bucket(rate)
+        self._shaper = None if rate is None else _shaping(rate)
         self._number, self._owner = 0, os.getpid()
         self._started: list[subprocess.Popen] = []
 
@@ -157,7 +166,7 @@ class Lab:
 
     def set_rate(self, host: int, rate: str) -> None:
         """Gives ``host``'s link another rate, in both directions, from now on."""
-        self._shape(host, _token_bucket(rate))
+        self._shape(host, _shaping(rate))
 
     def cut(self, host: int) -> None:
         """Takes ``host``'s link down, at the switch: packets are lost, sockets stay open and hear nothing of it."""
@@ -239,18 +248,20 @@ class Lab:
             ends = ("dev", "eth0", "proto", "kernel", "scope", scope, "src", here, "congctl", TCP)
             _call("ip", "-n", name, "route", "replace", *route, *ends)
 
-    def _shape(self, host: int, shaper: Sequence[str]) -> None:
+    def _shape(self, host: int, shaper: _Shaper) -> None:
         for space, device in ((self._name(host), "eth0"), (self._name(None), self._port(host))):
-            _call("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shaper)
+            _call("ip", "-n", space, "link", "set", "dev", device, "gso_max_size", str(shaper.segment_bytes))
+            _call("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shaper.queue)
 
 
-def _token_bucket(rate: str) -> list[str]:
-    """What tc is told: a bucket of 128 KiB, which two of the largest segments fill, or of 2 ms if that is more."""
+def _shaping(rate: str) -> _Shaper:
+    """Lets 2 ms of a link pass at once, for its timer can be late, in segments of half of that at most."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = round(float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]]) if match else 0
     if not bits:
         raise LabError(f"rate: must be a number above 0 with kbit, mbit or gbit, such as 200mbit, not {rate!r}")
-    return ["tbf", "rate", f"{bits}bit", "burst", str(max(2**17, bits // 8 // 500)), "latency", QUEUE]
+    burst = max(SMALLEST_BURST, bits // 8 // 500)
+    return _Shaper(["tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", QUEUE], min(2**16, burst // 2))
 
 
 def check_machine() -> None:

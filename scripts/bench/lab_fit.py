@@ -12,7 +12,7 @@ every algorithm, on --hosts hosts at --rate. From it are predicted, and then mea
 
 Shown are measured / predicted seconds: their median, extremes, and how many lie within 15 %. A point is the median of
 its repetitions; small exchanges are repeated back to back, so that they too are held to the link's rate and not let
-through by the 128 KiB that a link lets pass at once.
+through by the bytes that a link lets pass at once.
 """
 
 import argparse

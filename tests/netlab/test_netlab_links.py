@@ -71,6 +71,11 @@ def test_a_link_is_as_slow_as_asked_in_both_directions_and_its_bytes_are_counted
             assert lab.bytes_received(target) - received == pytest.approx(3 * size, rel=0.05)
 
 
+def test_a_link_that_was_idle_lets_little_pass_at_once(netlab):
+    with netlab.Lab(hosts=2, rate="10mbit") as lab:
+        assert min(move(lab, 0, 1, 200_000)) > 0.75 * 200_000 * 8 / 10e6
+
+
 def test_one_host_can_be_given_another_rate_and_the_others_keep_theirs(netlab):
     with netlab.Lab(hosts=3, rate="400mbit") as lab:
         lab.set_rate(1, "0.1gbit")
