@@ -158,6 +158,14 @@ def test_a_flat_ring_leaves_each_node_once():
     assert counted.slow.messages.tolist() == [0, 0, 0, 14, 0, 0, 0, 14]
 
 
+def test_only_the_slow_link_is_waited_for_where_a_round_needs_both():
+    ring, tree = (sync.traffic(vector(2**18), 2, 4, algorithm=algorithm) for algorithm in ("ring", "tree"))
+    assert (ring.fast.rounds, ring.fast.critical_bytes, ring.slow.rounds) == (0, 0, 14)
+    assert (tree.fast.rounds, tree.slow.rounds) == (4, 2)
+    assert tree.fast.critical_bytes == 2 * (2**20 // 2 + 2**20 // 4)
+    assert ring.wire_bytes_fast == tree.wire_bytes_fast + tree.wire_bytes_slow == 1.75 * 2**20
+
+
 def test_padding_is_counted():
     assert sync.traffic(vector(9), 1, 8, algorithm="ring").wire_bytes_fast == 14 * 4 * 2
 

@@ -31,9 +31,12 @@ class LevelTraffic(NamedTuple):
     """What one exchange sends over one level (fast: within nodes; slow: across nodes), all buckets together.
 
     messages, wire_bytes: sent by each replica; arrays of shape (replicas,).
-    rounds:         rounds of messages, one after another.
-    critical_bytes: bytes that the busiest link carries, added up over the rounds. A link of the fast level is a
+    rounds:         rounds of messages that have to be waited for, one after another.
+    critical_bytes: bytes that the busiest link carries, added up over these rounds. A link of the fast level is a
                     device's own; the link of a node to the slow level is shared by its devices.
+
+    What is sent within nodes in one round with what crosses them, as by a ring through all devices, is there before
+    that, and not waited for: such a round is one of the slow level alone.
     """
 
     messages: np.ndarray
@@ -113,12 +116,15 @@ def _on_level(rounds: Sequence[Round], num_nodes: int, local: int, is_slow: bool
     total = num_nodes * local
     messages, wire_bytes, num_rounds, critical = np.zeros(total, int), np.zeros(total), 0, 0.0
     for pairs, num_bytes, times in rounds:
-        senders = [sender for sender, receiver in pairs if (sender // local != receiver // local) == is_slow]
+        crosses = [sender // local != receiver // local for sender, receiver in pairs]
+        senders = [sender for (sender, _), across in zip(pairs, crosses, strict=True) if across == is_slow]
         if not senders or not num_bytes:
             continue
         sent = np.bincount(senders, minlength=total)
         messages += times * sent
         wire_bytes += times * num_bytes * sent
+        if any(crosses) and not is_slow:
+            continue
         link = sent.reshape(num_nodes, local).sum(axis=1) if is_slow else sent
         num_rounds += times * int(sent.max())
         critical += float(times * num_bytes * link.max())

@@ -1,7 +1,7 @@
 """The alpha-beta cost model: what an exchange takes, from messages and bytes; fitted to measurements, kept as JSON.
 
 Hockney, "The communication challenge for MPP" (1994): a message takes alpha seconds, and beta seconds for each byte.
-Here each level has its own pair, the two levels' times add up, and each exchange has a fixed cost besides.
+Here each level has its own pair, rounds follow one another, and each exchange has a fixed cost besides.
 """
 
 import itertools
@@ -28,7 +28,7 @@ class CostModel(NamedTuple):
     seconds_per_byte: float
 
     def seconds(self, level: LevelTraffic) -> float:
-        """How long the level is busy: its rounds one after another, and the bytes of its busiest link."""
+        """How long the level is waited for: its rounds one after another, and the bytes of its busiest link."""
         return self.seconds_per_message * level.rounds + self.seconds_per_byte * level.critical_bytes
 
 
