@@ -53,8 +53,9 @@ QUEUE = "100ms"
 """A link drops what it would have to hold back for longer."""
 TCP, TCP_KNOWN = "cubic", Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 """A namespace may be kept from choosing it for all its sockets; its routes can."""
-SMALLEST_BURST = 2**15
-"""Bytes that a link lets pass at once if it was idle. A real one lets none, but a timer here is not that exact."""
+BURST_MS, BURST_BYTES, SMALLEST_BURST, MOST_BURST_MS = 2.0, 2**17, 2**14, 1000
+"""What a link that was idle lets pass at once: of a real one nothing, but the timer that holds it back is late now and
+then. By default two of the largest segments fit in."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.01
 SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
@@ -77,6 +78,9 @@ class _Shaper(NamedTuple):
 class Lab:
     """Hosts with links of ``rate`` (such as 200mbit; None: not shaped), made by ``with`` and removed at its end.
 
+    burst_ms: for how long at its rate a link that was idle lets everything pass at once, 16 KiB at least; None: 2 ms,
+        and 128 KiB at least.
+
         with Lab(hosts=2, rate="1gbit") as lab:
             workers = [lab.popen(host, ["python3", "worker.py", lab.addresses[0]]) for host in range(2)]
 
@@ -84,11 +88,14 @@ class Lab:
     Every method raises LabError for what cannot be done.
     """
 
-    def __init__(self, hosts: int = 2, rate: str | None = None):
+    def __init__(self, hosts: int = 2, rate: str | None = None, burst_ms: float | None = None):
         if not 1 <= hosts <= MOST_HOSTS:
             raise LabError(f"hosts: must be 1 to {MOST_HOSTS}, not {hosts}")
         self.hosts = hosts
-        self._shaper = None if rate is None else _shaping(rate)
+        if rate is None and burst_ms is not None:
+            raise LabError("burst-ms: a link without a rate lets everything pass at once: give a rate too")
+        self._burst_ms = burst_ms
+        self._shaper = None if rate is None else _shaping(rate, burst_ms)
         self._number, self._owner = 0, os.getpid()
         self._started: list[subprocess.Popen] = []
 
@@ -166,7 +173,7 @@ class Lab:
 
     def set_rate(self, host: int, rate: str) -> None:
         """Gives ``host``'s link another rate, in both directions, from now on."""
-        self._shape(host, _shaping(rate))
+        self._shape(host, _shaping(rate, self._burst_ms))
 
     def cut(self, host: int) -> None:
         """Takes ``host``'s link down, at the switch: packets are lost, sockets stay open and hear nothing of it."""
@@ -254,13 +261,16 @@ class Lab:
             _call("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shaper.queue)
 
 
-def _shaping(rate: str) -> _Shaper:
-    """Lets 2 ms of a link pass at once, for its timer can be late, in segments of half of that at most."""
+def _shaping(rate: str, burst_ms: float | None) -> _Shaper:
+    """Segments are of half a burst at most: longer ones would be cut up first, and by the processor."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = round(float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]]) if match else 0
     if not bits:
         raise LabError(f"rate: must be a number above 0 with kbit, mbit or gbit, such as 200mbit, not {rate!r}")
-    burst = max(SMALLEST_BURST, bits // 8 // 500)
+    if burst_ms is not None and not 0 < burst_ms <= MOST_BURST_MS:
+        raise LabError(f"burst-ms: must be a number above 0 and up to {MOST_BURST_MS}, not {burst_ms}")
+    milliseconds, least = (BURST_MS, BURST_BYTES) if burst_ms is None else (burst_ms, SMALLEST_BURST)
+    burst = max(least, round(bits / 8 * milliseconds / 1000))
     return _Shaper(["tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", QUEUE], min(2**16, burst // 2))
 
 
@@ -483,7 +493,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Runs the command in a new lab, prints the table on standard error, and returns the exit code."""
-    lab = Lab(options.hosts, options.rate)
+    lab = Lab(options.hosts, options.rate, options.burst_ms)
     check_machine()
     try:
         if options.json:
@@ -528,6 +538,8 @@ def _arguments() -> argparse.ArgumentParser:
     add = actions.add_parser("run", help="run a command on every host of a new lab", usage=usage).add_argument
     add("--hosts", type=int, metavar="N", default=2, help="how many (default: 2)")
     add("--rate", help="of every link, in each direction, such as 200mbit or 1gbit (default: not shaped)")
+    burst_help = "what an idle link lets pass at once, in ms of its rate (default: 2, and at least 128 KiB)"
+    add("--burst-ms", type=float, metavar="MS", help=burst_help)
     add("--json", type=Path, metavar="FILE", help="write bytes, seconds and exit codes to FILE")
     add("--timeout", type=_seconds, metavar="SECONDS", help="end all hosts then, with exit code 124")
     add("--grace", type=_seconds, metavar="SECONDS", default=5.0, help="between SIGTERM and SIGKILL (default: 5)")

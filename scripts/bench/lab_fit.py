@@ -11,8 +11,8 @@ every algorithm, on --hosts hosts at --rate. From it are predicted, and then mea
                   slow level are multiplied by rate / other rate, and nothing else is changed
 
 Shown are measured / predicted seconds: their median, extremes, and how many lie within 15 %. A point is the median of
-its repetitions; small exchanges are repeated back to back, so that they too are held to the link's rate and not let
-through by the bytes that a link lets pass at once.
+its repetitions; small exchanges are repeated back to back, and an idle link lets 1 ms of its rate pass at once, and not
+128 KiB as in other labs, so that small ones are held to the rate too.
 """
 
 import argparse
@@ -25,6 +25,7 @@ ALGORITHMS = ("xla", "ring", "tree", "hierarchical-ring", "hierarchical-tree", "
 SMALLEST_BYTES = 2**10
 MOST_CALLS, ENOUGH_BYTES = 40, 8 * 2**20
 WITHIN = 0.15
+BURST_MS = 1.0
 
 
 def worker(job: dict) -> list[list[float]]:
@@ -89,7 +90,7 @@ def _points(options: argparse.Namespace, hosts: int, rate: str, sizes: list[int]
     """Measures every algorithm at every size in a new lab."""
     pairs = [(name, size) for name in options.algorithms for size in sizes]
     job = {"points": pairs, "devices": options.devices, "repetitions": options.repetitions}
-    with lab_hosts.laboratory(hosts, rate) as lab:
+    with lab_hosts.laboratory(hosts, rate, BURST_MS) as lab:
         rows = lab_hosts.run(lab, options.script, job, limit_seconds=options.limit)
     seconds = [median(slowest(times)) for times in zip(*rows, strict=True)]
     return [

@@ -122,9 +122,9 @@ def _wait(workers: Sequence[subprocess.Popen], files: Sequence[_Files], until: f
 
 
 @contextlib.contextmanager
-def laboratory(hosts: int, rate: str) -> Iterator[netlab.Lab]:
+def laboratory(hosts: int, rate: str, burst_ms: float | None = None) -> Iterator[netlab.Lab]:
     """A lab, removed at the end in any case."""
-    with netlab.Lab(hosts=hosts, rate=rate) as lab:
+    with netlab.Lab(hosts=hosts, rate=rate, burst_ms=burst_ms) as lab:
         yield lab
 
 

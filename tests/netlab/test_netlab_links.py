@@ -71,9 +71,11 @@ def test_a_link_is_as_slow_as_asked_in_both_directions_and_its_bytes_are_counted
             assert lab.bytes_received(target) - received == pytest.approx(3 * size, rel=0.05)
 
 
-def test_a_link_that_was_idle_lets_little_pass_at_once(netlab):
-    with netlab.Lab(hosts=2, rate="10mbit") as lab:
-        assert min(move(lab, 0, 1, 200_000)) > 0.75 * 200_000 * 8 / 10e6
+@pytest.mark.parametrize(("burst_ms", "at_once"), [(None, 2**17), (1.0, 2**14), (50.0, 62_500)])
+def test_a_link_that_was_idle_lets_no_more_pass_at_once_than_it_says(netlab, burst_ms, at_once):
+    size = 300_000
+    with netlab.Lab(hosts=2, rate="10mbit", burst_ms=burst_ms) as lab:
+        assert min(move(lab, 0, 1, size)) > 0.9 * (size - at_once) * 8 / 10e6
 
 
 def test_one_host_can_be_given_another_rate_and_the_others_keep_theirs(netlab):

@@ -210,6 +210,8 @@ def test_remains_without_any_owner_are_removed_too(lab_run, root):
         (["run", "--hosts", "251", "--", "true"], "hosts: must be 1 to 250, not 251"),
         (["run", "--rate", "0mbit", "--", "true"], "rate: must be a number above 0 with kbit, mbit or gbit"),
         (["run", "--rate", "200", "--", "true"], "such as 200mbit, not '200'"),
+        (["run", "--burst-ms", "1", "--", "true"], "burst-ms: a link without a rate"),
+        (["run", "--rate", "1mbit", "--burst-ms", "nan", "--", "true"], "burst-ms: must be a number above 0 and up to"),
         (["run", "--timeout", "-1", "--", "true"], "--timeout: must be a number of seconds, not '-1'"),
         (["run", "--grace", "nan", "--", "true"], "--grace: must be a number of seconds, not 'nan'"),
         (["run", "--json", "/nonexistent/x", "--", "true"], "--json /nonexistent/x: No such file or directory"),
