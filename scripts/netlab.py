@@ -54,8 +54,8 @@ QUEUE = "100ms"
 TCP, TCP_KNOWN = "cubic", Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 """A namespace may be kept from choosing it for all its sockets; its routes can."""
 BURST_MS, BURST_BYTES, SMALLEST_BURST, MOST_BURST_MS = 2.0, 2**17, 2**14, 1000
-"""What a link that was idle lets pass at once: of a real one nothing, but the timer that holds it back is late now and
-then. By default two of the largest segments fit in."""
+"""What a link that was idle lets pass at once: a real one nothing, but here the timer that releases packets is late now
+and then, and this makes up for it. By default it holds two of the largest segments."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.01
 SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
@@ -78,11 +78,11 @@ class _Shaper(NamedTuple):
 class Lab:
     """Hosts with links of ``rate`` (such as 200mbit; None: not shaped), made by ``with`` and removed at its end.
 
-    burst_ms: for how long at its rate a link that was idle lets everything pass at once, 16 KiB at least; None: 2 ms,
-        and 128 KiB at least.
-
         with Lab(hosts=2, rate="1gbit") as lab:
             workers = [lab.popen(host, ["python3", "worker.py", lab.addresses[0]]) for host in range(2)]
+
+    burst_ms: what a link that was idle lets pass at once, in ms of its rate, but at least 16 KiB; None: 2 ms, but at
+        least 128 KiB.
 
     Removing kills every process of every host. If this process dies without it, the next lab or ``clean`` does it.
     Every method raises LabError for what cannot be done.
@@ -92,8 +92,6 @@ class Lab:
         if not 1 <= hosts <= MOST_HOSTS:
             raise LabError(f"hosts: must be 1 to {MOST_HOSTS}, not {hosts}")
         self.hosts = hosts
-        if rate is None and burst_ms is not None:
-            raise LabError("burst-ms: a link without a rate lets everything pass at once: give a rate too")
         self._burst_ms = burst_ms
         self._shaper = None if rate is None else _shaping(rate, burst_ms)
         self._number, self._owner = 0, os.getpid()
@@ -262,7 +260,7 @@ class Lab:
 
 
 def _shaping(rate: str, burst_ms: float | None) -> _Shaper:
-    """Segments are of half a burst at most: longer ones would be cut up first, and by the processor."""
+    """How tc and TCP hold a device to ``rate``. One segment has half a burst at most: longer ones would be cut up."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = round(float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]]) if match else 0
     if not bits:
@@ -493,6 +491,8 @@ def _noted_signals() -> Iterator[list[int]]:
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Runs the command in a new lab, prints the table on standard error, and returns the exit code."""
+    if options.rate is None and options.burst_ms is not None:
+        raise LabError("burst-ms: a link without a rate lets everything pass at once: give --rate too")
     lab = Lab(options.hosts, options.rate, options.burst_ms)
     check_machine()
     try:
@@ -538,7 +538,9 @@ def _arguments() -> argparse.ArgumentParser:
     add = actions.add_parser("run", help="run a command on every host of a new lab", usage=usage).add_argument
     add("--hosts", type=int, metavar="N", default=2, help="how many (default: 2)")
     add("--rate", help="of every link, in each direction, such as 200mbit or 1gbit (default: not shaped)")
-    burst_help = "what an idle link lets pass at once, in ms of its rate (default: 2, and at least 128 KiB)"
+    burst_help = (
+        "what an idle link lets pass at once, in ms of its rate, at least 16 KiB (default: 2, at least 128 KiB)"
+    )
     add("--burst-ms", type=float, metavar="MS", help=burst_help)
     add("--json", type=Path, metavar="FILE", help="write bytes, seconds and exit codes to FILE")
     add("--timeout", type=_seconds, metavar="SECONDS", help="end all hosts then, with exit code 124")

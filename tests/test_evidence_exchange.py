@@ -114,6 +114,8 @@ def test_links_that_explain_little_are_warned_of_in_a_line():
     assert "\n" not in told
     assert doubts(where, exact_rows(mesh_of(1, 8)), LINKS._replace(slow=sync.CostModel(0, 0))) == ""
     assert "give --processes" in doubts(where._replace(processes=1), rows, LINKS)
+    flat = [m for m in rows if m.way.name in ("xla", "ring")]
+    assert "no exchange waits for the fast link alone (measure tree" in doubts(where, flat, fitted(flat))
 
 
 def test_one_replica_has_nothing_to_exchange(tmp_path, monkeypatch):

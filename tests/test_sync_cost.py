@@ -43,6 +43,7 @@ def test_no_number_of_a_fit_is_negative_and_an_unused_link_gets_zeros():
     assert min(np.hstack(found)) >= 0
     assert found.slow == CostModel(0, 0)
     assert sync.predict(found, counted(2**12, nodes=1, local=8)) == pytest.approx(1e-3, rel=1e-6)
+    assert sync.fit([Sample(counted(size), 1e-3) for size in SIZES]).fast == CostModel(0, 0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -204,6 +205,6 @@ def test_a_rings_buckets_grow_with_it_up_to_a_limit(nodes, local, mib):
     assert sync.choose(LARGE, links, algorithm="hierarchical", across="ring").bucket_mib == 4
 
 
-def test_other_buckets_are_of_one_size_within_a_process_too():
+def test_automatic_buckets_have_one_size_within_a_process_too():
     for links in (CLUSTER, Links(2, 4, 1, "cpu")):
         assert sync.choose(LARGE, links).bucket_mib == 4

@@ -58,18 +58,18 @@ def test_turns_change_no_message(monkeypatch, mapping, nodes, local, name):
     assert texts[1] > texts[0]  # or else turns were not taken
 
 
-def test_of_the_pairs_between_two_nodes_half_begin_each_way():
-    flat = topology(AXES, [3, 4], takes_turns=True).flat
-    for distance in tree.distances(12):
-        crossing = [pair for pair in tree.partners(12, distance) if pair[0] // 4 != pair[1] // 4]
-        first, then = levels._in_turns(tree.partners(12, distance), flat.turns)
-        assert sorted(first + then) == sorted(tree.partners(12, distance))
-        assert len(then) == len(crossing) // 2
-        for nodes in {(sender // 4, receiver // 4) for sender, receiver in crossing}:
-            upward, downward = (
-                sum((sender // 4, receiver // 4) == way for sender, receiver in first) for way in (nodes, nodes[::-1])
-            )
-            assert upward == downward
+@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (3, 4), (3, 2), (5, 2)])
+def test_of_each_nodes_pairs_half_begin_each_way(nodes, local):
+    size, flat = nodes * local, topology(AXES, [nodes, local], takes_turns=True).flat
+    for distance in tree.distances(size):
+        pairs = tree.partners(size, distance)
+        first, then = levels._in_turns(pairs, flat.turns)
+        assert sorted(first + then) == sorted(pairs)
+        ways = [(sender // local, receiver // local) for sender, receiver in first]
+        assert len(then) == sum(sender != receiver for sender, receiver in ways)
+        for node in range(nodes):
+            sends, receives = ([way[end] for way in ways if way[0] != way[1]].count(node) for end in (0, 1))
+            assert abs(sends - receives) <= (sends + receives) % 2
 
 
 def test_small_messages_and_nodes_of_one_device_take_no_turns():

@@ -47,11 +47,16 @@ def doubts(where: Machine, measured: Sequence[Measured], profile: sync.Profile) 
     """Why the links should not be relied on, and what to do, in one line; empty if there is nothing to say."""
     if where.platform == "cpu" and where.processes == 1:
         return f"{UNRELIABLE} all devices are in one process, and no link between them: give --processes, on your hosts"
-    traffics = [m.traffic for m in measured]
+    levels = {name: [getattr(m.traffic, name) for m in _usual(measured)] for name in ("fast", "slow")}
     found = [
+        f"no exchange waits for the {name} link alone (measure tree or hierarchical too)"
+        for name, traffics in levels.items()
+        if any(traffic.messages.any() for traffic in traffics) and not any(traffic.rounds for traffic in traffics)
+    ]
+    found += [
         f"the {name} link's {field.replace('_per_', ' a ')} came out as 0"
-        for name in ("fast", "slow")
-        if any(getattr(traffic, name).rounds for traffic in traffics)
+        for name, traffics in levels.items()
+        if any(traffic.rounds for traffic in traffics)
         for field, value in getattr(profile, name)._asdict().items()
         if not value
     ]

@@ -35,8 +35,8 @@ class LevelTraffic(NamedTuple):
     critical_bytes: bytes that the busiest link carries, added up over these rounds. A link of the fast level is a
                     device's own; the link of a node to the slow level is shared by its devices.
 
-    What is sent within nodes in one round with what crosses them, as by a ring through all devices, is there before
-    that, and not waited for: such a round is one of the slow level alone.
+    Where a round has messages within nodes and across them, as in a ring through all devices, only those across are
+    waited for: ``rounds`` and ``critical_bytes`` count it on the slow level alone.
     """
 
     messages: np.ndarray
@@ -116,14 +116,15 @@ def _on_level(rounds: Sequence[Round], num_nodes: int, local: int, is_slow: bool
     total = num_nodes * local
     messages, wire_bytes, num_rounds, critical = np.zeros(total, int), np.zeros(total), 0, 0.0
     for pairs, num_bytes, times in rounds:
-        crosses = [sender // local != receiver // local for sender, receiver in pairs]
-        senders = [sender for (sender, _), across in zip(pairs, crosses, strict=True) if across == is_slow]
+        crossing = [sender for sender, receiver in pairs if sender // local != receiver // local]
+        staying = [sender for sender, receiver in pairs if sender // local == receiver // local]
+        senders = crossing if is_slow else staying
         if not senders or not num_bytes:
             continue
         sent = np.bincount(senders, minlength=total)
         messages += times * sent
         wire_bytes += times * num_bytes * sent
-        if any(crosses) and not is_slow:
+        if crossing and not is_slow:
             continue
         link = sent.reshape(num_nodes, local).sum(axis=1) if is_slow else sent
         num_rounds += times * int(sent.max())

@@ -62,7 +62,7 @@ def predict(profile: Profile, traffic: Traffic) -> float:
 def fit(samples: Sequence[Sample]) -> Profile:
     """The profile, with no negative number in it, whose *relative* errors on ``samples`` have the least squares.
 
-    A level that no sample crosses gets zeros.
+    A level that no sample waits for gets zeros.
 
     Raises:
         InputRefused: a time that is not positive and finite, or no samples.

@@ -25,10 +25,10 @@ TURNS_BYTES = 64 * 2**10
 
 
 class Turns(NamedTuple):
-    """Where two replicas that send to each other do so in turns: between nodes, over one link for all pairs.
+    """How replicas on different nodes that send to each other do so in turns; a node has one link for all its pairs.
 
     axes:             all mapped axes.
-    devices_per_node: along them.
+    devices_per_node: how many neighbours along ``axes`` share a node.
     groups:           the level's, as indices along ``axes``.
     """
 
@@ -45,9 +45,9 @@ class Level:
     size:   members of a group.
     groups: the groups, as indices along ``axes``; None: all of ``axes`` is one group.
     has_psum_scatter: whether a reduce-scatter may rest on ``lax.psum_scatter``.
-    turns:  where two processes that send to each other do so one way after the other, and not both ways at once. Of the
-            pairs between two nodes every other one then begins the other way round: together they fill the link in
-            both directions.
+    turns:  where two replicas on different nodes that send to each other do so one way after the other, and not both
+            ways at once. Of a node's pairs one half then begins each way: together they fill its link in both
+            directions.
     """
 
     axes: tuple[str, ...]
@@ -110,21 +110,23 @@ class Level:
 
 
 def _in_turns(pairs: Pairs, turns: Turns) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What ``pairs``, all of which send both ways, send first, and what then, as indices along ``turns.axes``.
+    """``pairs``, which all send both ways, cut into what is sent first and what then, as indices along ``turns.axes``.
 
-    Within a node both ways come first.
+    Pairs within a node send both ways first. Of two nodes that one begins which has come second more often so far.
     """
-    first, then, seen = [], [], Counter[tuple[int, int]]()
+    first, then, lead = [], [], Counter[int]()
     for group in turns.groups:
         for one, other in ((group[one], group[other]) for one, other in pairs if one < other):
-            nodes = one // turns.devices_per_node, other // turns.devices_per_node
-            upward, downward = (one, other), (other, one)
-            if nodes[0] == nodes[1]:
-                first += [upward, downward]
+            node, other_node = one // turns.devices_per_node, other // turns.devices_per_node
+            if node == other_node:
+                first += [(one, other), (other, one)]
                 continue
-            first.append(downward if seen[nodes] % 2 else upward)
-            then.append(upward if seen[nodes] % 2 else downward)
-            seen[nodes] += 1
+            if lead[node] > lead[other_node]:
+                one, other, node, other_node = other, one, other_node, node
+            first.append((one, other))
+            then.append((other, one))
+            lead[node] += 1
+            lead[other_node] -= 1
     return first, then
 
 
