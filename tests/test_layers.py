@@ -32,6 +32,7 @@ LAYERS = (
     "sync",
     "rundir",
     "state",
+    "report",
     "step",
     "assembly",
     "checkpoint",

@@ -16,7 +16,8 @@ from trainer.data.source import FAULT, RESERVED_NAMES
 from trainer.errors import Halted
 from trainer.metrics import mean
 from trainer.recorder import judge
-from trainer.step import Report, pack, read, sum_over_rounds
+from trainer.report import Report, pack, read
+from trainer.step import sum_over_rounds
 from trainer.task import LossParts
 
 SGD = Optimizer(name="sgd", learning_rate=0.1)

@@ -15,8 +15,9 @@ from trainer import optimizer as optimizers
 from trainer import sync
 from trainer.config import Optimizer
 from trainer.mapping import Mapping, mapped_mesh
+from trainer.report import Report, read
 from trainer.state import Parts, TrainState, abstract, create_on_mesh
-from trainer.step import Report, Work, read, train_program
+from trainer.step import Work, train_program
 from trainer.task import Batch, LossParts, Sums
 
 

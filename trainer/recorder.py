@@ -15,8 +15,8 @@ from trainer.config import Optimizer
 from trainer.display import Display
 from trainer.errors import Halted
 from trainer.metrics import MetricsWriter, Row, mean
+from trainer.report import PackedReport, Report, read
 from trainer.resilience import progress
-from trainer.step import PackedReport, Report, read
 
 
 def judge(report: Report, settings: Optimizer, ranks: np.ndarray) -> None:

@@ -17,8 +17,9 @@ from emulated import Seconds, arguments, pairs, report, start, timed
 from trainer import mesh as meshes
 from trainer import state as states
 from trainer.assembly import Assembly
+from trainer.report import read
 from trainer.state import TrainState
-from trainer.step import read, train_program
+from trainer.step import train_program
 
 
 def plain_program(pieces: Assembly, state: TrainState):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from trainer.config import WITH_CODEC, CompressName
+from trainer.config import CompressName
 from trainer.errors import SettingsRefused
 from trainer.sync import buckets, coded, collectives, compression, overlap
 from trainer.sync.choice import Links, choose
@@ -19,22 +19,8 @@ from trainer.sync.compression import Compression
 from trainer.sync.cost import Profile
 from trainer.sync.error_feedback import zero_unless
 from trainer.sync.levels import Topology, divide, topology
+from trainer.sync.settings import Settings, check, check_leaves, check_sizes, sizes_here, sizes_in
 from trainer.sync.state import SyncState
-
-
-class _Settings(NamedTuple):
-    """The arguments of ``all_reduce``."""
-
-    algorithm: str
-    across: str
-    axes: tuple[str, ...]
-    devices_per_node: int | None
-    bucket_mib: float | str
-    reduce: str
-    output_dtype: DTypeLike | None
-    profile: Profile | None
-    num_hosts: int | None
-    compression: Compression | None
 
 
 def all_reduce(
@@ -123,12 +109,12 @@ def all_reduce(
         momentum_correction=momentum_correction,
         seed=seed,
     )
-    settings = _Settings(
+    settings = Settings(
         algorithm, across, names, devices_per_node, bucket_mib, reduce, output_dtype, profile, num_hosts, chosen
     )
-    _check(settings)
+    check(settings)
     if mesh is not None:
-        _check_sizes(settings, _sizes_in(mesh, names))
+        check_sizes(settings, sizes_in(mesh, names))
 
     def init(params: optax.Params) -> SyncState:
         if chosen is None:
@@ -145,11 +131,11 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
+def _exchange(settings: Settings, mesh: Mesh | None, updates: Any) -> Any:
     leaves, structure = jax.tree.flatten(updates)
-    sizes = _sizes_here(settings, mesh)
-    _check_sizes(settings, sizes)
-    _check_leaves(updates)
+    sizes = sizes_here(settings, mesh)
+    check_sizes(settings, sizes)
+    check_leaves(updates)
     num_replicas, dtype = math.prod(sizes), settings.output_dtype
     summed = _sum(settings, mesh, sizes, leaves) if num_replicas > 1 else leaves
 
@@ -161,11 +147,11 @@ def _exchange(settings: _Settings, mesh: Mesh | None, updates: Any) -> Any:
 
 
 def _exchange_coded(
-    settings: _Settings, how: Compression, mesh: Mesh | None, updates: Any, state: Any, mask: Any
+    settings: Settings, how: Compression, mesh: Mesh | None, updates: Any, state: Any, mask: Any
 ) -> tuple[Any, SyncState]:
-    sizes = _sizes_here(settings, mesh)
-    _check_sizes(settings, sizes)
-    _check_leaves(updates)
+    sizes = sizes_here(settings, mesh)
+    check_sizes(settings, sizes)
+    check_leaves(updates)
     levels = _levels(settings, sizes, _links(settings, mesh, sizes))
     divisor = math.prod(sizes) if settings.reduce == "mean" else 1
     contributions = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
@@ -178,7 +164,7 @@ def _exchange_coded(
 
 
 def _sum(
-    settings: _Settings, mesh: Mesh | None, sizes: Sequence[int], leaves: Sequence[jax.Array]
+    settings: Settings, mesh: Mesh | None, sizes: Sequence[int], leaves: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
     """The float32 sums of the leaves over all replicas, bucket by bucket."""
     links = _links(settings, mesh, sizes)
@@ -204,7 +190,7 @@ def _sum(
     return sums if total is None or not links.blocks_threads else overlap.all_at_once(sums, total)
 
 
-def _owners_here(settings: _Settings, how: Compression, mesh: Mesh | None) -> int:
+def _owners_here(settings: Settings, how: Compression, mesh: Mesh | None) -> int:
     """How many owners' rows ``init`` makes: one where the axes are mapped, elsewhere all."""
     try:
         jax.lax.axis_size(settings.axes)
@@ -215,11 +201,11 @@ def _owners_here(settings: _Settings, how: Compression, mesh: Mesh | None) -> in
                 "without a mesh, the exchange's init cannot know how many owners of residuals there are: call it "
                 "inside the jax.pmap or jax.shard_map, or give all_reduce the mesh"
             ) from None
-    sizes = _sizes_in(mesh, settings.axes)
+    sizes = sizes_in(mesh, settings.axes)
     return divide(sizes, settings.devices_per_node)[0] if how.compress == "slow" else math.prod(sizes)
 
 
-def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Links:
+def _links(settings: Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Links:
     nodes, local = divide(sizes, settings.devices_per_node)
     if isinstance(mesh, Mesh):
         devices = mesh.devices.flat
@@ -229,86 +215,6 @@ def _links(settings: _Settings, mesh: Mesh | None, sizes: Sequence[int]) -> Link
     return Links(nodes, local, num_processes, platform, settings.num_hosts)
 
 
-def _levels(settings: _Settings, sizes: Sequence[int], links: Links) -> Topology:
+def _levels(settings: Settings, sizes: Sequence[int], links: Links) -> Topology:
     axes, local = settings.axes, settings.devices_per_node
     return topology(axes, sizes, local, links.platform, takes_turns=links.blocks_threads)
-
-
-def _check(settings: _Settings) -> None:
-    """Refuses what no mesh could make right."""
-    algorithm, across, bucket_mib = settings.algorithm, settings.across, settings.bucket_mib
-    if algorithm not in ("auto", *collectives.ALGORITHMS):
-        known = ", ".join(sorted(collectives.ALGORITHMS))
-        raise SettingsRefused(f"sync.algorithm = {algorithm!r}: choose one of auto, {known}")
-    if across not in ("auto", *collectives.ACROSS):
-        raise SettingsRefused(f"sync.across = {across!r}: choose one of auto, {', '.join(collectives.ACROSS)}")
-    if across != "auto" and algorithm not in ("auto", "hierarchical"):
-        raise SettingsRefused(
-            f"sync.across = {across!r}: sync.algorithm = {algorithm!r} would ignore it; it is for 'hierarchical'"
-        )
-    if bucket_mib != "auto" and not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
-        raise SettingsRefused(f"sync.bucket_mib = {bucket_mib!r}: give a size above 0 in MiB, or 'auto'")
-    if settings.reduce not in ("mean", "sum"):
-        raise SettingsRefused(f"reduce = {settings.reduce!r}: choose 'mean' or 'sum'")
-    if not settings.axes or len(set(settings.axes)) < len(settings.axes):
-        raise SettingsRefused(f"axes = {settings.axes}: name each axis to reduce over once")
-    if settings.output_dtype is not None and not jnp.issubdtype(settings.output_dtype, jnp.floating):
-        raise SettingsRefused(f"output_dtype = {settings.output_dtype!r}: choose a floating-point dtype")
-    if how := settings.compression:
-        allowed = ("auto", *WITH_CODEC[how.compress])
-        if algorithm not in allowed:
-            raise SettingsRefused(
-                f"sync.algorithm = {algorithm!r}: with sync.codec and sync.compress = {how.compress!r} "
-                f"choose one of {', '.join(allowed)}"
-            )
-        if across != "auto" and how.compress == "all":
-            raise SettingsRefused(f"sync.across = {across!r}: sync.compress = 'all' would ignore it; leave it out")
-    if algorithm == "hierarchical" and len(settings.axes) == 1 and settings.devices_per_node is None:
-        raise SettingsRefused(
-            f"sync.algorithm = 'hierarchical' needs two levels, and axes = {settings.axes} is one: "
-            "set devices_per_node, or take a mesh with an axis for nodes and one for the devices within"
-        )
-
-
-def _check_sizes(settings: _Settings, sizes: Sequence[int]) -> None:
-    """Refuses nodes that do not fit the axes."""
-    divide(sizes, settings.devices_per_node)
-
-
-def _sizes_in(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
-    """The sizes of the axes in ``mesh``, or a refusal if it lacks one."""
-    if missing := [axis for axis in axes if axis not in mesh.axis_names]:
-        raise SettingsRefused(f"axes = {axes}: the mesh has no axis {missing[0]!r}, only {tuple(mesh.axis_names)}")
-    return [mesh.shape[axis] for axis in axes]
-
-
-def _sizes_here(settings: _Settings, mesh: Mesh | None) -> list[int]:
-    """The sizes of the axes where this is being traced, or a refusal if it is no place to exchange anything."""
-    axes = settings.axes
-    try:
-        sizes, index = [jax.lax.axis_size(axis) for axis in axes], jax.lax.axis_index(axes)
-    except NameError as error:
-        raise SettingsRefused(
-            f"the exchange was called where the axes {axes} are not mapped: call it inside jax.shard_map over a mesh "
-            "that has them, or inside jax.pmap with that axis_name, and give all_reduce those axes"
-        ) from error
-    if mesh is not None and sizes != _sizes_in(mesh, axes):
-        raise SettingsRefused(
-            f"all_reduce was given a mesh whose axes {axes} have sizes {_sizes_in(mesh, axes)}, and is called where "
-            f"they have {sizes}: give it the mesh of the surrounding shard_map"
-        )
-    if jax.typeof(index).manual_axis_type.varying:
-        raise SettingsRefused(
-            "the exchange was called inside jax.shard_map(..., check_vma=True): set check_vma=False, for the result of "
-            "an exchange by messages cannot be typed as replicated, and gradients would be summed twice"
-        )
-    return sizes
-
-
-def _check_leaves(updates: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise SettingsRefused(
-                f"the leaf {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: only floating-point leaves can be "
-                "exchanged; wrap the transformation in optax.masked to leave others out"
-            )
