@@ -7,7 +7,7 @@
 #   --wheel      the tests alone, against the built and installed wheel, with the checkout out of reach
 #   --lowest     the tests alone, against the oldest versions that pyproject.toml allows
 #
-# Files of tests run side by side, one a core; -n 0 runs all in one process, as --pdb needs.
+# Files of tests run side by side, one a core; -n 0 runs all in one process, as --pdb needs. The slowest are listed.
 # Ends at the first stage that fails, and names it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -38,7 +38,7 @@ stage() { # NAME COMMAND …
 }
 
 run_pytest() { # PYTHON ARGUMENTS …
-    "$1" -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "${selection[@]}" "${@:2}"
+    "$1" -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations 20 "${selection[@]}" "${@:2}"
 }
 
 install_wheel() { # into an environment that borrows the dependencies of $venv, but not its link to the checkout
