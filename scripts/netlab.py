@@ -53,9 +53,10 @@ QUEUE = "100ms"
 """A link drops what it would have to hold back for longer."""
 TCP, TCP_KNOWN = "cubic", Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 """A namespace may be kept from choosing it for all its sockets; its routes can."""
-BURST_MS, BURST_BYTES, SMALLEST_BURST, MOST_BURST_MS = 2.0, 2**17, 2**14, 1000
+BURST_MS, BURST_BYTES = 2.0, 2**17
 """What a link that was idle lets pass at once: a real one nothing, but here the timer that releases packets is late now
 and then, and this makes up for it. By default it holds two of the largest segments."""
+SMALLEST_BURST, MOST_BURST_MS = 2**14, 1000
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.01
 SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'

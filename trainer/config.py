@@ -261,7 +261,7 @@ class Sync(Settings):
     across: Literal["auto", AcrossName] = "auto"
     """How the hierarchical exchange goes across nodes."""
     bucket_mib: PositiveFloat | Literal["auto"] = "auto"
-    """Gradients are exchanged together in buckets of about this size; "auto": 4, for a ring up to 32."""
+    """Gradients are exchanged together in buckets of about this size; "auto": 4, more for a ring and for tiny codes."""
     profile: str = ""
     """The measured links that auto chooses by and the banner predicts from: a file written by 'lockstep bench sync
     --profile', found from the current directory; empty: none."""

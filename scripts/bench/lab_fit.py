@@ -135,11 +135,10 @@ def show(report: dict) -> str:
     lines.append(f"{1e6 * report['profile']['seconds_per_exchange']:.1f} us an exchange; measured / predicted:")
     lines.append(f"{'':<12} {'algorithm':<18} {'median':>7} {'least':>7} {'most':>7}  within {WITHIN:.0%}")
     for name, points in report["points"].items():
-        rows = {point["algorithm"]: [] for point in points} | {"all": points}
-        for point in points:
-            rows[point["algorithm"]].append(point)
-        rows["all, large"] = [point for point in points if point["bytes"] >= LARGE_BYTES]
-        for row, chosen in rows.items():
+        names = dict.fromkeys(point["algorithm"] for point in points)
+        rows = {row: [point for point in points if point["algorithm"] == row] for row in names}
+        large = [point for point in points if point["bytes"] >= LARGE_BYTES]
+        for row, chosen in {**rows, "all": points, "all, large": large}.items():
             ratios = [point["ratio"] for point in chosen]
             near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
             numbers = f"{median(ratios):>7.3f} {min(ratios):>7.3f} {max(ratios):>7.3f}" if ratios else f"{'-':>7}"
